@@ -1,0 +1,1 @@
+"""The sparse_delta v2 conformance suite: ``pytest conformance/ --engine NAME``."""
