@@ -1,0 +1,157 @@
+"""One offline vLLM engine inside a host process: start it, drive a weight update, read its weights and outputs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from conformance.live import probe
+
+TOKENS = 4
+"""Tokens generated for each prompt."""
+TOP = 4
+"""Log-probabilities returned at each position, besides those of the token itself."""
+
+Output = dict[str, Any]
+
+
+class Engine:
+    """A vLLM ``LLM`` and the calls that the suite makes on it. Times are in seconds, errors are vLLM's own."""
+
+    def __init__(self, *, worker_start: str | None = None) -> None:
+        self.llm: Any = None
+        self.worker_start = worker_start
+
+    @staticmethod
+    def import_vllm() -> None:
+        """Import what starting an engine would import, without starting anything."""
+        import importlib
+
+        import vllm  # noqa: F401
+
+        for module in (
+            "vllm.entrypoints.llm",
+            "vllm.v1.worker.cpu_worker",
+            "vllm.v1.engine.llm_engine",
+            "vllm.v1.executor.multiproc_executor",
+            "vllm.model_executor.models.qwen3",
+            "vllm.model_executor.models.gemma4",
+        ):
+            importlib.import_module(module)
+
+    def start(
+        self,
+        checkpoint: str,
+        tp: int,
+        backend: str | None = None,
+        hf_overrides: dict[str, Any] | None = None,
+        arguments: dict[str, Any] | None = None,
+    ) -> float:
+        """Build the engine; ``arguments`` are further ones for ``LLM``. Returns the seconds it took."""
+        began = time.monotonic()
+        probe.prepare_process()
+        if self.worker_start == "fork":
+            _fork_workers()
+        from vllm import LLM
+
+        options: dict[str, Any] = {
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": False,
+            "max_model_len": 64,
+            "max_num_seqs": 8,
+            "seed": 0,
+            "disable_log_stats": True,
+            "kv_cache_memory_bytes": 256 << 20,
+        }
+        if backend is not None:
+            options["weight_transfer_config"] = {"backend": backend}
+        self.llm = LLM(
+            model=checkpoint,
+            tensor_parallel_size=tp,
+            hf_overrides=hf_overrides or {},
+            worker_extension_cls="conformance.live.probe.Probe",
+            **options | (arguments or {}),
+        )
+        return time.monotonic() - began
+
+    def init_transfer(self) -> None:
+        """Open the weight transfer with an empty ``init_info``."""
+        self.llm.init_weight_transfer_engine({"init_info": {}})
+
+    def pause(self) -> None:
+        """Pause scheduling, keeping requests."""
+        self.llm.sleep(level=0, mode="keep")
+
+    def start_update(self) -> None:
+        """Open a weight update."""
+        self.llm.start_weight_update()
+
+    def update(self, info: Any) -> None:
+        """Send one ``update_info``: a mapping, or a list of one mapping a rank."""
+        self.llm.update_weights({"update_info": info})
+
+    def finish(self) -> None:
+        """Close the weight update."""
+        self.llm.finish_weight_update()
+
+    def resume(self) -> None:
+        """Resume scheduling."""
+        self.llm.wake_up(tags=["scheduling"])
+
+    def sync(self, info: Any) -> str | None:
+        """Pause, start, update, finish, resume. Returns None, or the error's text; resumes in either case."""
+        self.pause()
+        try:
+            self.start_update()
+            self.update(info)
+            self.finish()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self.resume()
+        return None
+
+    def dump(self, directory: str) -> list[str]:
+        """Every rank writes its weights to ``directory``; returns the files."""
+        return list(self.llm.collective_rpc("probe_dump", args=(directory,)))
+
+    def echo(self, nonce: str) -> list[tuple[int, str]]:
+        """(rank, nonce) as every rank answered it."""
+        return list(self.llm.collective_rpc("probe_echo", args=(nonce,)))
+
+    def packed_layers(self) -> list[list[str]]:
+        """Per rank the modules whose product reads a packed copy."""
+        return list(self.llm.collective_rpc("probe_packed_layers"))
+
+    def generate(self, prompts: list[list[int]]) -> list[Output]:
+        """Greedy tokens and exact log-probabilities, of the prompt's positions too."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=TOKENS, logprobs=TOP, prompt_logprobs=TOP, ignore_eos=True, detokenize=False
+        )
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [_output(result) for result in self.llm.generate(requests, sampling, use_tqdm=False)]
+
+
+def _output(result: Any) -> Output:
+    completion = result.outputs[0]
+    return {
+        "tokens": list(completion.token_ids),
+        "logprobs": [_position(entry) for entry in completion.logprobs],
+        "prompt_logprobs": [_position(entry) for entry in result.prompt_logprobs if entry],
+    }
+
+
+def _position(entry: dict[int, Any]) -> list[tuple[int, float]]:
+    return sorted((int(token), float(found.logprob)) for token, found in entry.items())
+
+
+def _fork_workers() -> None:
+    """Let vLLM fork its workers instead of spawning them; sound here because one thread and no OpenMP pool exists yet."""
+    import multiprocessing
+
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")

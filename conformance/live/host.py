@@ -1,0 +1,117 @@
+"""The child process that holds a vLLM engine: ``python -m conformance.live.host FD``.
+
+It reads one JSON request a line from the socket ``FD`` and answers each with one JSON line: ``{"ok": value}`` or
+``{"error": text}``. `runner.Host` is the other end. Run as a zygote it imports vLLM once and forks one child for every
+truth, so that a freshly started engine costs no import.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from conformance.live.engine import Engine
+
+
+class Server:
+    """Answers the requests of one `runner.Host` until its socket closes."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+
+    def serve(self, channel: Any) -> None:
+        """Answer every line of ``channel``."""
+        for line in channel:
+            request = json.loads(line)
+            channel.write(json.dumps(self._answer(request.pop("command"), request)) + "\n")
+            channel.flush()
+
+    def _answer(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        method: Callable[..., Any] = getattr(self, command, None) or getattr(self.engine, command)
+        try:
+            return {"ok": method(**arguments)}
+        except BaseException as error:
+            traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def warm(self) -> float:
+        """Import everything that an engine needs, start no thread; return the seconds it took."""
+        began = time.monotonic()
+        self.engine.import_vllm()
+        return time.monotonic() - began
+
+    def forked_truth(self, start: dict[str, Any], prompts: list[list[int]], out: str, limit_s: float) -> None:
+        """Fork a child that starts an engine and writes its truth to ``out``; kill its whole group afterwards."""
+        gc.freeze()  # vLLM collects six times while it starts; what the imports left need not be visited again
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            os._exit(_in_fork(start, prompts, out))
+        status = _wait(child, limit_s)
+        _kill_group(child)
+        if status != 0:
+            raise RuntimeError(f"the truth engine ended with status {status}; see the log of the host")
+
+    def plain_truth(self, start: dict[str, Any], prompts: list[list[int]], out: str) -> None:
+        """The same in this process, for comparison with a forked child."""
+        write_truth(self.engine, start, prompts, out)
+
+
+def write_truth(engine: Engine, start: dict[str, Any], prompts: list[list[int]], out: str) -> None:
+    """Start ``engine`` and write its dumps and, where there are prompts, its outputs."""
+    engine.start(**start)
+    engine.dump(out)
+    outputs = engine.generate(prompts) if prompts else []
+    (Path(out) / "outputs.json").write_text(json.dumps(outputs))
+
+
+def _in_fork(start: dict[str, Any], prompts: list[list[int]], out: str) -> int:
+    try:
+        write_truth(Engine(worker_start="fork"), start, prompts, out)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+def _wait(child: int, timeout: float) -> int | str:
+    """The exit status of ``child``, or "timeout"."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    _kill_group(child)
+    os.waitpid(child, 0)
+    return "timeout"
+
+
+def _kill_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def main() -> None:
+    """Serve on the socket whose descriptor is the first argument."""
+    with socket.socket(fileno=int(sys.argv[1])) as end, end.makefile("rw") as channel:
+        Server().serve(channel)
+    _kill_group(os.getpgrp())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What the suite puts into every vLLM worker: ``worker_extension_cls="conformance.live.probe.Probe"``.
+
+The worker resolves this class before it loads the model and creates the weight-transfer backend, so importing this
+module is the moment to keep weights unpacked and to import the plugin modules of the backend under test. The methods
+answer `LLM.collective_rpc`; they only read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+UNPACK = "CONFORMANCE_UNPACK"
+"""Environment: "1" keeps CPU weights unpacked with the suite's own switch (truth engines; backends without one)."""
+PLUGINS = "CONFORMANCE_PLUGINS"
+"""Environment: comma-separated modules that every process of the engine imports."""
+
+
+def prepare_process() -> None:
+    """Apply what the environment asks for; the front end and every worker call it before an engine is built."""
+    if os.environ.get(UNPACK) == "1":
+        keep_weights_unpacked()
+    for module in filter(None, os.environ.get(PLUGINS, "").split(",")):
+        importlib.import_module(module)
+
+
+def keep_weights_unpacked() -> None:
+    """Turn off the three packers of vLLM's CPU linear layers (oneDNN, SGL on AMX, zentorch)."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+    from vllm.platforms import current_platform
+
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    type(current_platform).is_zen_cpu = lambda self: False
+
+
+class Probe:
+    """Methods added to vLLM's worker, which provides ``rank`` and ``model_runner``."""
+
+    rank: int
+    model_runner: Any
+
+    def probe_echo(self, nonce: str) -> tuple[int, str]:
+        """Answer (rank, nonce): a stale reply in the RPC channel would carry an older nonce."""
+        return self.rank, nonce
+
+    def probe_dump(self, directory: str) -> str:
+        """Write every parameter and buffer of this rank to ``rank{N}.safetensors`` and ``.json``; return the former."""
+        model = self.model_runner.get_model()
+        path = Path(directory) / f"rank{self.rank}.safetensors"
+        entries: dict[str, dict[str, object]] = {}
+        payload: dict[str, torch.Tensor] = {}
+        first: dict[object, str] = {}
+        for kind, name, tensor in _tensors(model):
+            place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype) if tensor.numel() else name
+            alias_of = first.setdefault(place, name)
+            entries[name] = {
+                "kind": kind,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "alias_of": alias_of,
+            }
+            if alias_of == name:
+                payload[name] = raw_bytes(tensor)
+        save_file(payload, path)
+        path.with_suffix(".json").write_text(json.dumps(entries))
+        return str(path)
+
+    def probe_packed_layers(self) -> list[str]:
+        """Names of modules whose CPU matrix product would not read the live parameter."""
+        model = self.model_runner.get_model()
+        return [name for name, module in model.named_modules() if _packed(module)]
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of ``tensor`` in logical row-major order, as a one-dimensional uint8 tensor on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield "parameter", name, parameter
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield "buffer", name, buffer
+
+
+def _packed(module: torch.nn.Module) -> bool:
+    """vLLM's fallback closes over nothing and calls torch's linear; every packed path closes over a handler or copy."""
+    product = getattr(module, "cpu_linear", None)
+    if product is None or product is torch.nn.functional.linear:
+        return False
+    weight = getattr(module, "weight", None)
+    return bool(product.__closure__) or weight is None or weight.numel() == 0
+
+
+prepare_process()
