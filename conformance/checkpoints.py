@@ -190,7 +190,11 @@ def _gemma4_multimodal() -> Any:
         patch_size=4,
     )
     audio = Gemma4AudioConfig(
-        hidden_size=48, num_hidden_layers=1, num_attention_heads=2, subsampling_conv_channels=[8, 4], output_proj_dims=40
+        hidden_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        subsampling_conv_channels=[8, 4],
+        output_proj_dims=40,
     )
     config = Gemma4Config(
         text_config=_gemma4_text_config(), vision_config=vision, audio_config=audio, dtype=torch.bfloat16
@@ -220,7 +224,7 @@ _OVERRIDES: Mapping[str, Mapping[str, object]] = {"gemma4-multimodal": {"archite
 def make(model: str, directory: Path) -> Checkpoint:
     """Write the suite's checkpoint ``model`` (one of `MODELS`) to ``directory``, the same bytes every time."""
     with tempfile.TemporaryDirectory() as scratch:
-        _BUILDERS[model]().save_pretrained(scratch)
+        _BUILDERS[model]().to(torch.bfloat16).save_pretrained(scratch)
         shapes = {name: tensor.shape for name, tensor in load(Path(scratch)).items()}
         directory.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(scratch) / "config.json", directory / "config.json")

@@ -55,7 +55,7 @@ class Server:
         child = os.fork()
         if child == 0:
             os.setsid()
-            os._exit(_in_fork(start, prompts, out))
+            os._exit(_in_fork(Engine(worker_start="fork"), start, prompts, out))  # no shutdown: the group is killed
         status = _wait(child, limit_s)
         _kill_group(child)
         if status != 0:
@@ -74,9 +74,9 @@ def write_truth(engine: Engine, start: dict[str, Any], prompts: list[list[int]],
     (Path(out) / "outputs.json").write_text(json.dumps(outputs))
 
 
-def _in_fork(start: dict[str, Any], prompts: list[list[int]], out: str) -> int:
+def _in_fork(engine: Engine, start: dict[str, Any], prompts: list[list[int]], out: str) -> int:
     try:
-        write_truth(Engine(worker_start="fork"), start, prompts, out)
+        write_truth(engine, start, prompts, out)
     except BaseException:
         traceback.print_exc()
         return 1

@@ -1,0 +1,100 @@
+"""The truth of a checkpoint: what a freshly started engine holds and answers, without refdelta's plugin.
+
+A zygote imports vLLM once and forks a child for every truth, which then starts an engine of its own from the files. A
+fork carries no engine state: the zygote never builds one, and `test_live` compares a forked with a plain engine.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conformance.checkpoints import Checkpoint, content_digest
+from conformance.live.engine import Output
+from conformance.live.judge import RankDump, read_dumps
+from conformance.live.runner import START_TIMEOUT, Host, environment
+
+KEEP_BYTES = 1 << 30
+"""Truths on disk beyond this many bytes are dropped, the oldest first; the tiny models never reach it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """The directory that a fresh engine wrote."""
+
+    directory: Path
+
+    @property
+    def dumps(self) -> list[RankDump]:
+        """Parameters and buffers of every rank."""
+        return read_dumps(self.directory)
+
+    @property
+    def outputs(self) -> list[Output]:
+        """Tokens and log-probabilities for the fixed prompts; JSON keeps every bit of a finite number."""
+        parsed: list[Output] = json.loads((self.directory / "outputs.json").read_text())
+        return [output | {k: _pairs(output[k]) for k in ("logprobs", "prompt_logprobs")} for output in parsed]
+
+
+def _pairs(positions: Sequence[Any]) -> list[list[tuple[int, float]]]:
+    return [[(int(token), float(value)) for token, value in entry] for entry in positions]
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    """Three fixed prompts that reach over the vocabulary; the longest passes the sliding window of the tiny models."""
+    return [[(start + 7 * i * i) % vocab_size for i in range(length)] for start, length in ((3, 14), (101, 29), (57, 5))]
+
+
+class Truths:
+    """Fresh engines on demand, remembered by checkpoint bytes, tp and overrides for the length of the session."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._known: OrderedDict[tuple[str, int, str], Truth] = OrderedDict()
+        self._zygote: Host | None = None
+        self.asked = 0
+        """How many engines were started."""
+
+    def of(self, checkpoint: Checkpoint, tp: int) -> Truth:
+        """The truth of ``checkpoint`` at tensor-parallel size ``tp``."""
+        key = (content_digest(checkpoint.directory), tp, json.dumps(dict(checkpoint.hf_overrides), sort_keys=True))
+        if key not in self._known:
+            self._known[key] = self._fresh(checkpoint, tp)
+            self._drop_oldest()
+        return self._known[key]
+
+    def plain(self, checkpoint: Checkpoint, tp: int) -> Truth:
+        """The same from a child that forks nothing, not remembered."""
+        with Host(environment(plugins="", unpack=True), self._root / "plain.log") as host:
+            return self._ask(host, "plain_truth", checkpoint, tp)
+
+    def close(self) -> None:
+        """End the zygote."""
+        if self._zygote is not None:
+            self._zygote.kill()
+
+    def _fresh(self, checkpoint: Checkpoint, tp: int) -> Truth:
+        if self._zygote is None:
+            self._zygote = Host(environment(plugins="", unpack=True), self._root / "zygote.log")
+            self._zygote.call("warm", timeout=START_TIMEOUT)
+        return self._ask(self._zygote, "forked_truth", checkpoint, tp, limit_s=START_TIMEOUT)
+
+    def _ask(self, host: Host, command: str, checkpoint: Checkpoint, tp: int, **arguments: Any) -> Truth:
+        self.asked += 1
+        out = self._root / f"truth{self.asked}"
+        out.mkdir()
+        start = {"checkpoint": str(checkpoint.directory), "tp": tp, "hf_overrides": dict(checkpoint.hf_overrides)}
+        asked = prompts(checkpoint.vocab_size)
+        host.call(command, timeout=START_TIMEOUT + 30, start=start, prompts=asked, out=str(out), **arguments)
+        return Truth(out)
+
+    def _drop_oldest(self) -> None:
+        size: Callable[[Truth], int] = lambda truth: sum(p.stat().st_size for p in truth.directory.iterdir())
+        while len(self._known) > 2 and sum(map(size, self._known.values())) > KEEP_BYTES:
+            _, oldest = self._known.popitem(last=False)
+            shutil.rmtree(oldest.directory)
