@@ -2,8 +2,8 @@
 
 ``update_info`` is ``{"target_weights_path": DIR}``. A session is start, one or more updates, finish.
 `update_from` reads, validates and routes a delta and writes nothing; `finish_weight_update` writes. The ranks agree
-before the first write and after the last; one failure undoes all. Whatever fails, every rank reaches the agreement and only the highest rank
-raises, because vLLM's RPC channel falls out of step otherwise.
+before the first write and after the last; one failure undoes all. Whatever fails, every rank reaches the agreement
+and only the highest rank raises, because vLLM's RPC channel falls out of step otherwise.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def wrap_worker() -> None:
 
     vLLM's Worker keeps ``_weight_update_active`` by itself: a failed update clears it on the ranks that raised only, a
     failed finish leaves it set, and its own refusals raise on every rank at once, which leaves the RPC channel of
-    several ranks out of step. For workers that use this backend each call therefore goes through an agreement of all ranks.
+    several ranks out of step. For workers that use this backend each call goes through an agreement of all ranks.
     """
     from vllm.v1.worker.gpu_worker import Worker
 

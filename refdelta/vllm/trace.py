@@ -119,7 +119,7 @@ class _Recorder(TorchDispatchMode):
     """Records copies and padding fills into the live tensors instead of running them."""
 
     def __init__(self, live: Mapping[str, Tensor], sources: Mapping[str, TensorInfo]) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.regions: list[Region] = []
         self.padding: dict[str, list[Box]] = {}
         self._live: dict[int, list[_Placed]] = {}
