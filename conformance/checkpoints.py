@@ -247,7 +247,7 @@ def given(path_or_id: str) -> Checkpoint:
 
 
 def random_tensor(name: str, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
-    """A bf16 tensor of ``shape`` whose values depend on ``name`` only: norms and scalars near 1, matrices 1/sqrt(fan in)."""
+    """A bf16 tensor whose values depend on ``name`` only: vectors near 1, matrices N(0, 1 / fan in)."""
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
     noise = torch.randn(tuple(shape), generator=generator)
     if len(shape) < 2:

@@ -120,23 +120,33 @@ def special_patterns(code: str) -> list[int]:
 
 
 def special_values(state: Mapping[str, torch.Tensor], turn: int, aliases: Aliases = None) -> State:
-    """Every tensor gets each special pattern once (as many as it has elements), at positions that depend on its name only.
+    """Every tensor gets each special pattern once (or as many as it has elements), at positions drawn from its name.
 
-    The next ``turn`` puts the next pattern of the list at each of these positions: zero becomes negative zero, a NaN the
-    same NaN with its sign set, then one with another payload.
+    The next ``turn`` puts the next pattern of the list at each of these positions: zero becomes negative zero, a NaN
+    the same NaN with its sign set, then one with another payload. Aliases get no NaN: vLLM's loader ties the two only
+    when `torch.equal` says so, so that a fresh engine on equal bytes with a NaN starts untied.
     """
 
+    def patterns_of(name: str, tensor: torch.Tensor) -> list[int]:
+        code = oracle.CODES[tensor.dtype]
+        patterns = special_patterns(code)
+        return [p for p in patterns if not _is_nan(p, code)] if name in (aliases or ()) else patterns
+
     def positions(name: str, tensor: torch.Tensor) -> Positions:
-        draw = _generator(f"special {name}")
-        return _some(draw, tensor.numel(), len(special_patterns(oracle.CODES[tensor.dtype])))
+        return _some(_generator(f"special {name}"), tensor.numel(), len(patterns_of(name, tensor)))
 
     def values(name: str, tensor: torch.Tensor, at: Positions) -> oracle.Bits:
         code = oracle.CODES[tensor.dtype]
-        patterns = special_patterns(code)
+        patterns = patterns_of(name, tensor)
         start = _generator(f"start {name}").integers(len(patterns) // 2) * 2 + turn
         return np.array([patterns[(start + i) % len(patterns)] for i in range(len(at))], oracle.unsigned(code))
 
     return changed(state, state, aliases, positions, values)
+
+
+def _is_nan(pattern: int, code: str) -> bool:
+    exponent, mantissa = _FIELDS[code]
+    return pattern & ((1 << (exponent + mantissa)) - 1) > ((1 << exponent) - 1) << mantissa
 
 
 def family(name: str) -> str:
@@ -162,7 +172,7 @@ def family_groups(names: Iterable[str], size: int) -> list[tuple[str, ...]]:
 
 
 def of_families(state: Mapping[str, torch.Tensor], names: Iterable[str], aliases: Aliases = None) -> State:
-    """A third of the elements of each of ``names`` changed by about half their size: enough to move log-probabilities."""
+    """A third of the elements of ``names`` changed by about half their size: enough to move log-probabilities."""
     return changed(
         state,
         names,

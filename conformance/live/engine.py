@@ -149,7 +149,7 @@ def _position(entry: dict[int, Any]) -> list[tuple[int, float]]:
 
 
 def _fork_workers() -> None:
-    """Let vLLM fork its workers instead of spawning them; sound here because one thread and no OpenMP pool exists yet."""
+    """Let vLLM fork its workers, not spawn them; sound here because no OpenMP pool exists yet."""
     import multiprocessing
 
     from vllm.v1.executor import multiproc_executor

@@ -48,7 +48,9 @@ class RankDump:
     @classmethod
     def read(cls, path: Path) -> RankDump:
         """Read ``rank{N}.safetensors`` and the description beside it."""
-        return cls(int(path.stem.removeprefix("rank")), json.loads(path.with_suffix(".json").read_text()), load_file(path))
+        return cls(
+            int(path.stem.removeprefix("rank")), json.loads(path.with_suffix(".json").read_text()), load_file(path)
+        )
 
     def raw(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The bytes of a parameter or buffer, of its first name where it has several."""
@@ -87,8 +89,8 @@ def _compare_bits(model: str, rank: int, name: str, entry: dict[str, Any], want:
     wrong = np.flatnonzero((want != have).reshape(-1, width).any(axis=1))
     first = int(wrong[0])
     position = tuple(int(axis) for axis in np.unravel_index(first, shape)) if shape else ()
-    hexes = [_hexadecimal(raw[first * width : (first + 1) * width]) for raw in (want, have)]
-    yield Finding(model, rank, name, position, *hexes, differing=len(wrong))
+    one = slice(first * width, (first + 1) * width)
+    yield Finding(model, rank, name, position, _hexadecimal(want[one]), _hexadecimal(have[one]), len(wrong))
 
 
 def _hexadecimal(element: Any) -> str:

@@ -93,12 +93,15 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 
 def _packed(module: torch.nn.Module) -> bool:
-    """vLLM's fallback closes over nothing and calls torch's linear; every packed path closes over a handler or copy."""
-    product = getattr(module, "cpu_linear", None)
-    if product is None or product is torch.nn.functional.linear:
+    """Given another weight than the live one, a product that ignores it reads a packed copy."""
+    product, weight = getattr(module, "cpu_linear", None), getattr(module, "weight", None)
+    if product is None:
         return False
-    weight = getattr(module, "weight", None)
-    return bool(product.__closure__) or weight is None or weight.numel() == 0
+    if not isinstance(weight, torch.Tensor) or weight.numel() == 0:
+        return True
+    other = torch.rand_like(weight, dtype=torch.float32).to(weight.dtype)
+    ones = torch.ones(1, weight.shape[1], dtype=weight.dtype)
+    return not torch.equal(product(ones, other, None), torch.nn.functional.linear(ones, other))
 
 
 prepare_process()

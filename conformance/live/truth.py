@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,11 @@ class Truth:
     directory: Path
 
     @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(path.stat().st_size for path in self.directory.iterdir())
+
+    @property
     def dumps(self) -> list[RankDump]:
         """Parameters and buffers of every rank."""
         return read_dumps(self.directory)
@@ -47,7 +52,9 @@ def _pairs(positions: Sequence[Any]) -> list[list[tuple[int, float]]]:
 
 def prompts(vocab_size: int) -> list[list[int]]:
     """Three fixed prompts that reach over the vocabulary; the longest passes the sliding window of the tiny models."""
-    return [[(start + 7 * i * i) % vocab_size for i in range(length)] for start, length in ((3, 14), (101, 29), (57, 5))]
+    return [
+        [(start + 7 * i * i) % vocab_size for i in range(length)] for start, length in ((3, 14), (101, 29), (57, 5))
+    ]
 
 
 class Truths:
@@ -66,6 +73,7 @@ class Truths:
         if key not in self._known:
             self._known[key] = self._fresh(checkpoint, tp)
             self._drop_oldest()
+        self._known.move_to_end(key)
         return self._known[key]
 
     def plain(self, checkpoint: Checkpoint, tp: int) -> Truth:
@@ -94,7 +102,6 @@ class Truths:
         return Truth(out)
 
     def _drop_oldest(self) -> None:
-        size: Callable[[Truth], int] = lambda truth: sum(p.stat().st_size for p in truth.directory.iterdir())
-        while len(self._known) > 2 and sum(map(size, self._known.values())) > KEEP_BYTES:
+        while len(self._known) > 2 and sum(truth.size for truth in self._known.values()) > KEEP_BYTES:
             _, oldest = self._known.popitem(last=False)
             shutil.rmtree(oldest.directory)
