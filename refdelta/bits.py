@@ -6,14 +6,24 @@ signs of zero and NaN payloads survive. Everything works on CPU and CUDA tensors
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
-from typing import Final
+import operator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from refdelta.spec import DTYPE_CODES, DeltaError, Reason
+
+T = TypeVar("T")
+Bits = npt.NDArray[np.integer[Any]]
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CPU_CHUNK: Final = 1 << 20
@@ -42,42 +52,47 @@ def gather(t: Tensor, indices: Tensor) -> Tensor:
 def scatter_(t: Tensor, indices: Tensor, values: Tensor) -> None:
     """Write ``values`` ([n], ``t.dtype``) at ``indices`` ([n] distinct integers in [0, numel)), in place. O(n).
 
-    Raises `DeltaError` before writing when dtypes or lengths differ, or when elements of ``t`` share memory.
-    Positions are the caller's to check (`TensorPatch.check_indices`).
+    Raises `DeltaError` before writing when dtypes or lengths differ, or as `check_writable` does. Positions are the
+    caller's to check (`TensorPatch.check_indices`).
     """
     if values.dtype != t.dtype:
         raise DeltaError(Reason.DTYPE_MISMATCH, f"expected values of {t.dtype}, found {values.dtype}")
     if indices.shape != values.shape or indices.dim() != 1:
         shapes = f"{list(indices.shape)} indices, {list(values.shape)} values"
         raise DeltaError(Reason.LENGTH_MISMATCH, f"expected two equal 1-D shapes, found {shapes}")
+    check_writable(t)
+    # vLLM loads weights in inference mode; such tensors take writes there only.
+    with torch.inference_mode() if t.is_inference() else nullcontext():
+        line, offsets = _addresses(t, indices)
+        line.index_copy_(0, offsets, bit_view(_resolved(values)).to(t.device))
+
+
+def check_writable(t: Tensor) -> None:
+    """Raise `DeltaError` where single elements of ``t`` cannot be written: no memory, or shared between elements."""
+    bit_view(t)
+    if t.is_meta:
+        raise DeltaError(Reason.UNKNOWN_TENSOR, "on the meta device, which holds no elements")
     if overlaps_itself(t):
         raise DeltaError(Reason.ALIAS_CONFLICT, f"elements share memory: strides {t.stride()} of {list(t.shape)}")
-    line, offsets = _addresses(t, indices)
-    line.index_copy_(0, offsets, bit_view(_resolved(values)).to(t.device))
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
     """Whether dtype, shape and all bits are equal."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return all(torch.equal(_words(x), _words(y)) for x, y in _pieces(a, b))
+    return all(_over_pieces(_equal_piece, a, b))
 
 
 def differing(a: Tensor, b: Tensor) -> Tensor:
     """[n] int64 on ``a``'s device: increasing positions at which ``a`` and ``b``, of one dtype and shape, differ.
 
-    One pass in pieces; beyond the result it holds one piece, or a contiguous copy of one where strides ask for it.
+    One pass in pieces, on as many threads as torch uses; beyond the result it holds a piece for each of them.
     """
     if a.dtype != b.dtype:
         raise DeltaError(Reason.DTYPE_MISMATCH, f"{a.dtype} and {b.dtype}")
     if a.shape != b.shape:
         raise DeltaError(Reason.SHAPE_MISMATCH, f"{list(a.shape)} and {list(b.shape)}")
-    found, start = [], 0
-    for x, y in _pieces(a, b):
-        at = _differing_flat(x, y)
-        if len(at):
-            found.append(at.add_(start))
-        start += x.numel()
+    found = [at for at in _over_pieces(_differing_piece, a, b) if len(at)]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=a.device)
 
 
@@ -94,7 +109,7 @@ def overlaps_itself(t: Tensor) -> bool:
 def offsets_in_storage(t: Tensor, indices: Tensor) -> Tensor:
     """[n] int64: storage offsets, in elements from ``t``'s first, of logical positions. O(n)."""
     rest = indices.to(device=t.device, dtype=torch.int64)
-    if t.is_contiguous():
+    if t.is_contiguous() or not t.numel():
         return rest
     offsets = torch.zeros_like(rest)
     for size, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
@@ -103,54 +118,100 @@ def offsets_in_storage(t: Tensor, indices: Tensor) -> Tensor:
     return offsets
 
 
+def positions_at(t: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `offsets_in_storage`: [n] int64 logical positions, and [n] bool whether ``t`` has an element.
+
+    Offsets may be any integers; where ``t`` has no element the position is meaningless. ``t`` must not overlap itself.
+    """
+    rest = offsets.to(device=t.device, dtype=torch.int64).clone()
+    positions, inside = torch.zeros_like(rest), rest >= 0
+    row_major = itertools.accumulate(reversed(t.shape[1:]), operator.mul, initial=1)
+    dims = zip(t.stride(), t.shape, reversed(list(row_major)), strict=True) if t.dim() else iter(())
+    for stride, size, weight in sorted((dim for dim in dims if dim[1] != 1), reverse=True):
+        coordinate = rest.div(stride, rounding_mode="floor").clamp_(0, size - 1)
+        rest -= coordinate * stride
+        positions += coordinate * weight
+    return positions, inside & (rest == 0) & (t.numel() > 0)
+
+
+def extent(t: Tensor) -> int:
+    """Elements from ``t``'s first to its last in memory, both included; 0 for an empty tensor."""
+    return 1 + sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape, strict=True)) if t.numel() else 0
+
+
 def _addresses(t: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """The memory from ``t``'s first to its last element as a 1-D bit view, and the offsets of ``indices`` in it."""
-    extent = 1 + sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape, strict=True)) if t.numel() else 0
-    return bit_view(t).as_strided((extent,), (1,)), offsets_in_storage(t, indices) if extent else indices.long()
+    return bit_view(t).as_strided((extent(t),), (1,)), offsets_in_storage(t, indices)
 
 
 def _resolved(t: Tensor) -> Tensor:
     return t.detach().resolve_conj().resolve_neg()
 
 
-def _pieces(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Bit views of both, flat, contiguous and on ``a``'s device, in row-major order."""
-    chunk = _CPU_CHUNK if a.device.type == "cpu" else _DEVICE_CHUNK
-    for x, y in _split(bit_view(_resolved(a)), bit_view(_resolved(b)), chunk):
-        yield x.reshape(-1), y.reshape(-1).to(a.device, non_blocking=True)
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The same run of positions of two bit views; ``start`` is the first."""
+
+    start: int
+    a: Tensor
+    b: Tensor
+
+    def flat(self) -> tuple[Tensor, Tensor]:
+        return self.a.reshape(-1), self.b.reshape(-1).to(self.a.device)
 
 
-def _split(a: Tensor, b: Tensor, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _over_pieces(work: Callable[[_Piece], T], a: Tensor, b: Tensor) -> Iterator[T]:
+    """``work`` of every piece of ``a`` and ``b``, in row-major order."""
+    on_cpu = a.device.type == "cpu"
+    views = _split(bit_view(_resolved(a)), bit_view(_resolved(b)), _CPU_CHUNK if on_cpu else _DEVICE_CHUNK)
+    starts = itertools.accumulate((x.numel() for x, _ in views), initial=0)
+    pieces = [_Piece(start, x, y) for start, (x, y) in zip(starts, views, strict=False)]
+    threads = min(len(pieces), torch.get_num_threads()) if on_cpu else 1
+    if threads <= 1:
+        yield from map(work, pieces)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(work, pieces)
+
+
+def _split(a: Tensor, b: Tensor, chunk: int) -> list[tuple[Tensor, Tensor]]:
+    """Views of at most ``chunk`` elements that follow each other in row-major order."""
     if a.numel() <= chunk:
-        yield a, b
-    elif a.is_contiguous() and b.is_contiguous():
-        yield from zip(torch.split(a.view(-1), chunk), torch.split(b.view(-1), chunk), strict=True)
-    else:
-        row = math.prod(a.shape[1:])
-        step = max(1, chunk // row)
-        for x, y in zip(torch.split(a, step), torch.split(b, step), strict=True):
-            yield from _split(x, y, chunk) if row <= chunk else _split(x[0], y[0], chunk)
+        return [(a, b)]
+    if a.is_contiguous() and b.is_contiguous():
+        return list(zip(torch.split(a.view(-1), chunk), torch.split(b.view(-1), chunk), strict=True))
+    step = max(1, chunk // math.prod(a.shape[1:]))
+    slabs = zip(torch.split(a, step), torch.split(b, step), strict=True)
+    return [pair for x, y in slabs for pair in ([(x, y)] if x.numel() <= chunk else _split(x[0], y[0], chunk))]
 
 
-def _words(bits: Tensor) -> Tensor:
-    """A flat bit view as int64 words where length and alignment allow: integer kernels run fastest on those."""
-    lanes = 8 // bits.element_size()
-    if bits.numel() % lanes or bits.storage_offset() % lanes:
-        return bits
-    return bits.view(torch.int64)
+def _equal_piece(piece: _Piece) -> bool:
+    x, y = piece.flat()
+    if x.device.type != "cpu":
+        return torch.equal(x, y)
+    return np.array_equal(*_words(x, y))
 
 
-def _differing_flat(x: Tensor, y: Tensor) -> Tensor:
-    """Positions at which two flat bit views differ: differing words first, then the lanes of those."""
-    a, b = _words(x), _words(y)
-    if a.dtype != b.dtype:
-        a, b = x, y
-    lanes = x.numel() // max(a.numel(), 1)
-    words = (a != b).nonzero().view(-1)
-    if lanes <= 1 or not len(words):
-        return words
-    if 4 * len(words) > len(a):
-        return (x != y).nonzero().view(-1)
-    differ = a.index_select(0, words).view(x.dtype) != b.index_select(0, words).view(x.dtype)
-    lane = differ.nonzero().view(-1)
-    return words.index_select(0, lane.div(lanes, rounding_mode="floor")).mul_(lanes).add_(lane.remainder_(lanes))
+def _differing_piece(piece: _Piece) -> Tensor:
+    """Positions at which a piece differs: the differing words, then the differing lanes of those if they are few."""
+    x, y = piece.flat()
+    if x.device.type != "cpu":
+        return (x != y).nonzero().view(-1).add_(piece.start)
+    a, b = _words(x, y)
+    at = np.flatnonzero(a != b)
+    lanes = a.itemsize // x.element_size()
+    lane_dtype = x.numpy().dtype
+    if 4 * len(at) > len(a):
+        at = np.flatnonzero(x.numpy() != y.numpy())
+    elif lanes > 1:
+        differ = np.flatnonzero(a[at].view(lane_dtype) != b[at].view(lane_dtype))
+        at = at[differ // lanes] * lanes + differ % lanes
+    return torch.from_numpy(at).add_(piece.start)
+
+
+def _words(x: Tensor, y: Tensor) -> tuple[Bits, Bits]:
+    """Two flat CPU bit views as arrays, of 8-byte words where length and alignment allow: those compare fastest."""
+    lanes = 8 // x.element_size()
+    if x.numel() % lanes or x.storage_offset() % lanes or y.storage_offset() % lanes:
+        return x.numpy(), y.numpy()
+    return x.view(torch.int64).numpy(), y.view(torch.int64).numpy()

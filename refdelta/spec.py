@@ -26,6 +26,21 @@ FORMAT_VERSION: Final = 2
 DELTA_FILE: Final = "delta.safetensors"
 METADATA_FILE: Final = "metadata.json"
 
+FORMAT_KEYS: Final = (
+    "format",
+    "format_version",
+    "requires",
+    "changed_elements",
+    "total_elements",
+    "density_pct",
+    "layer_names",
+    "layer_shapes",
+    "lineage",
+)
+"""Metadata keys that the format owns, in the order of a written file; every other key is kept in `Delta.extra`."""
+
+_TEXT_KEYS: Final = ("base_model", "model_id", "kind", "created_at")
+
 MAX_HEADER_BYTES: Final = 100_000_000
 """Longest safetensors header that a reader takes, in bytes, as in the safetensors library."""
 
@@ -196,6 +211,19 @@ def check_shape(shape: object, tensor: str | None = None) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def check_extra(extra: Mapping[str, object]) -> Mapping[str, object]:
+    """``extra`` if its keys are not the format's and the known ones have the right type, else bad_metadata."""
+    for key, value in extra.items():
+        if not isinstance(key, str) or key in FORMAT_KEYS:
+            raise DeltaError(Reason.BAD_METADATA, f"extra: {_brief(key)} is not a text or is a key of the format")
+        if key in _TEXT_KEYS and not isinstance(value, str | None):
+            raise DeltaError(Reason.BAD_METADATA, f"{key}: expected a text, found {_brief(value)}")
+    stamp = extra.get("timestamp")
+    if isinstance(stamp, bool) or not isinstance(stamp, int | float | None):
+        raise DeltaError(Reason.BAD_METADATA, f"timestamp: expected a number, found {_brief(stamp)}")
+    return extra
+
+
 def index_dtype(numel: int) -> torch.dtype:
     """The dtype of the indices that a writer gives a tensor of ``numel`` elements."""
     return torch.int32 if numel <= I32_MAX_ELEMENTS else torch.int64
@@ -207,7 +235,10 @@ def density_pct(changed: int, total: int) -> float:
 
 
 def _brief(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
@@ -264,6 +295,10 @@ class TensorPatch:
     def payload_bytes(self) -> int:
         """Bytes of indices and values as they are held."""
         return self.changed * (self.indices.dtype.itemsize + self.values.dtype.itemsize)
+
+    def to(self, device: str | torch.device) -> TensorPatch:
+        """The same patch with its tensors on ``device``."""
+        return TensorPatch(self.name, self.shape, self.indices.to(device), self.values.to(device))
 
     def check_indices(self) -> None:
         """Raise `DeltaError` unless positions are strictly increasing and in [0, numel). O(changed)."""
@@ -396,6 +431,7 @@ class Delta:
             if patch.name in seen:
                 raise DeltaError(Reason.DUPLICATE_NAME, "two patches of one tensor", patch.name)
             seen.add(patch.name)
+        check_extra(self.extra)
         least = sum(patch.numel for patch in self.patches)
         if not is_int(self.total_elements) or self.total_elements < least:
             found = _brief(self.total_elements)

@@ -1,0 +1,558 @@
+"""Reading and applying deltas. Everything is validated before the first byte of a state changes."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from refdelta import bits
+from refdelta.spec import (
+    DELTA_FILE,
+    DTYPES,
+    EXTENSIONS,
+    FORMAT,
+    FORMAT_KEYS,
+    FORMAT_VERSION,
+    MAX_ELEMENTS,
+    MAX_HEADER_BYTES,
+    METADATA_FILE,
+    NON_FLOATING_VALUES,
+    Delta,
+    DeltaError,
+    Lineage,
+    Reason,
+    TensorPatch,
+    check_extra,
+    check_name,
+    check_shape,
+    density_pct,
+    is_int,
+)
+
+Weights: TypeAlias = Mapping[str, Tensor] | nn.Module
+"""A state: tensors by checkpoint name, or a module whose ``state_dict`` holds them."""
+
+_PACKED_KEYS: Final = frozenset({"delta.indices_flat", "delta.values_flat", "delta.layer_lengths"})
+
+
+# Reading
+
+
+def read_delta(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Delta:
+    """The delta in directory ``path``, its tensors on ``device``; layers keep the order of the file.
+
+    Everything that the format promises is checked, the header before any tensor is made; raises `DeltaError`.
+    """
+    with _Folder(Path(path)) as folder:
+        metadata = _read_metadata(folder)
+        with folder.open(DELTA_FILE) as file:
+            header = read_header(file)
+            layers = _check_layers(metadata, header)
+            _check_counts(metadata, layers)
+            tensors = _read_tensors(file, header, metadata.lineage)
+    patches = []
+    for number, layer in enumerate(layers):
+        indices, values = tensors[f"{number}.indices"], tensors[f"{number}.values"]
+        patch = TensorPatch(layer.name, layer.shape, indices, values)
+        patch.check_indices()
+        patches.append(patch.to(device))
+    return Delta(tuple(patches), metadata.total_elements, metadata.lineage, metadata.extra)
+
+
+class _Folder:
+    """A directory held open, so that both files come from the same one even if a link to it is moved meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> _Folder:
+        try:
+            self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            raise DeltaError(Reason.NOT_A_DELTA, f"no directory {self.path}") from None
+        except OSError as error:
+            raise DeltaError(Reason.UNREADABLE, f"{self.path}: {error.strerror}") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+
+    def open(self, name: str) -> FileIO:
+        """The regular file ``name``; does not wait at a FIFO."""
+        path = self.path / name
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
+        except FileNotFoundError:
+            raise DeltaError(Reason.NOT_A_DELTA, f"no file {path}") from None
+        except OSError as error:
+            raise DeltaError(Reason.UNREADABLE, f"{path}: {error.strerror}") from None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise DeltaError(Reason.UNREADABLE, f"{path} is not a regular file")
+        return FileIO(fd, "rb")
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """metadata.json with its types checked."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    changed_elements: int
+    total_elements: int
+    density_pct: float
+    requires: frozenset[str]
+    lineage: Lineage | None
+    extra: Mapping[str, object]
+
+
+def _read_metadata(folder: _Folder) -> _Metadata:
+    with folder.open(METADATA_FILE) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_HEADER_BYTES:
+            raise DeltaError(Reason.BAD_METADATA, f"{METADATA_FILE} has {size} bytes, more than {MAX_HEADER_BYTES}")
+        raw = _json(bytes(_read_exactly(file, size).numpy()), Reason.BAD_METADATA, METADATA_FILE)
+    if not isinstance(raw, dict):
+        raise DeltaError(Reason.BAD_METADATA, f"{METADATA_FILE}: expected an object, found {_kind(raw)}")
+    if raw.get("format") != FORMAT:
+        raise DeltaError(Reason.UNSUPPORTED_FORMAT, f"format: expected {FORMAT}, found {_kind(raw.get('format'))}")
+    _check_version(raw.get("format_version"), folder)
+    names = _check_names(_typed(raw, "layer_names", list, "a list"))
+    shapes = _typed(raw, "layer_shapes", list, "a list")
+    if len(names) != len(shapes):
+        raise DeltaError(Reason.BAD_METADATA, f"{len(names)} layer_names, {len(shapes)} layer_shapes")
+    return _Metadata(
+        names=names,
+        shapes=tuple(check_shape(shape, name) for name, shape in zip(names, shapes, strict=True)),
+        changed_elements=_typed(raw, "changed_elements", int, "an integer"),
+        total_elements=_typed(raw, "total_elements", int, "an integer"),
+        density_pct=_typed(raw, "density_pct", (int, float), "a number"),
+        requires=_check_requires(raw.get("requires")),
+        lineage=None if raw.get("lineage") is None else Lineage.from_json(raw["lineage"]),
+        extra=check_extra({key: value for key, value in raw.items() if key not in FORMAT_KEYS}),
+    )
+
+
+def _check_version(version: object, folder: _Folder) -> None:
+    if is_int(version) and version == FORMAT_VERSION:
+        return
+    try:
+        with folder.open(DELTA_FILE) as file:
+            _check_not_legacy(read_header(file).entries)
+    except DeltaError as error:
+        if error.reason is Reason.LEGACY_LAYOUT:
+            raise
+    raise DeltaError(Reason.UNSUPPORTED_VERSION, f"format_version: expected {FORMAT_VERSION}, found {_kind(version)}")
+
+
+def _check_not_legacy(keys: Mapping[str, object]) -> None:
+    """Refuse payloads packed over all layers, and those keyed by tensor name."""
+    if packed := sorted(_PACKED_KEYS & keys.keys()):
+        raise DeltaError(Reason.LEGACY_LAYOUT, f"packed payload of an earlier version: {', '.join(packed)}")
+    pairs = [key for key in keys if key.endswith((".indices", ".values"))]
+    if pairs and len(pairs) == len(keys) and not any(key.split(".", 1)[0].isdecimal() for key in pairs):
+        raise DeltaError(Reason.LEGACY_LAYOUT, f"payload of an earlier version, keyed by tensor name: {pairs[0]}")
+
+
+def _check_names(names: Sequence[object]) -> tuple[str, ...]:
+    seen: dict[str, None] = {}
+    for name in map(check_name, names):
+        if name in seen:
+            raise DeltaError(Reason.DUPLICATE_NAME, "twice in layer_names", name)
+        seen[name] = None
+    return tuple(seen)
+
+
+def _check_requires(value: object) -> frozenset[str]:
+    if value is None:
+        return frozenset()
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise DeltaError(Reason.BAD_METADATA, f"requires: expected a list of texts, found {_kind(value)}")
+    if unknown := sorted(set(value) - EXTENSIONS):
+        raise DeltaError(Reason.UNSUPPORTED_EXTENSION, f"requires: {', '.join(unknown)}")
+    return frozenset(value)
+
+
+def _typed(raw: Mapping[str, object], key: str, types: type | tuple[type, ...], expected: str) -> Any:
+    value = raw.get(key)
+    if not isinstance(value, types) or isinstance(value, bool):
+        found = _kind(value) if key in raw else "nothing"
+        raise DeltaError(Reason.BAD_METADATA, f"{key}: expected {expected}, found {found}")
+    return value
+
+
+def _kind(value: object) -> str:
+    """A JSON value for a message: short ones whole, others by type."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
+    return text if len(text) <= 60 else f"a {type(value).__name__} of {len(text)} characters"
+
+
+def _json(data: bytes, reason: Reason, where: str) -> object:
+    """Strict JSON: UTF-8, no duplicate keys, finite numbers."""
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"duplicate key {key}")
+            found[key] = value
+        return found
+
+    def constant(text: str) -> NoReturn:
+        raise ValueError(f"{text} is no JSON number")
+
+    def finite(text: str) -> float:
+        return float(text) if math.isfinite(float(text)) else constant(text)
+
+    try:
+        return json.loads(data.decode(), object_pairs_hook=unique, parse_constant=constant, parse_float=finite)
+    except RecursionError:
+        raise DeltaError(reason, f"{where}: nested too deeply") from None
+    except ValueError as error:
+        raise DeltaError(reason, f"{where}: {error}") from None
+
+
+# The safetensors container, read without the library: it must refuse what is malformed with a reason, and tensors in it
+# may be unaligned, so that each is copied into memory of its own (a file replaced meanwhile changes nothing held).
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a safetensors file."""
+
+    dtype: str
+    """Safetensors dtype code, a key of `DTYPES`."""
+    shape: tuple[int, ...]
+    """Shape in elements of the code: an F4 element is half a byte."""
+    start: int
+    """First byte, from the end of the header."""
+    end: int
+    """First byte behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The checked header of a safetensors file."""
+
+    entries: Mapping[str, Entry]
+    """Tensors by key, in the order of their bytes, which they cover without gap or overlap."""
+    metadata: Mapping[str, str]
+    """``__metadata__``, empty where there is none."""
+    raw: bytes
+    """Length field and JSON text as they stand in the file."""
+
+
+def read_header(file: FileIO) -> Header:
+    """The header of a safetensors file open at its start; leaves it at the first tensor's bytes.
+
+    Raises `DeltaError` (bad_header, bad_shape, unsupported_dtype, unreadable) unless it describes the file exactly.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if size < 8:
+        raise DeltaError(Reason.BAD_HEADER, f"{size} bytes are too few for a safetensors file")
+    prefix = bytes(_read_exactly(file, 8).numpy())
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:
+        raise DeltaError(Reason.BAD_HEADER, f"header of {length} bytes, more than {MAX_HEADER_BYTES}")
+    if length > size - 8:
+        raise DeltaError(Reason.BAD_HEADER, f"header of {length} bytes reaches beyond the file of {size}")
+    text = bytes(_read_exactly(file, length).numpy())
+    if not text.startswith(b"{"):
+        raise DeltaError(Reason.BAD_HEADER, "the header does not start with {")
+    raw = _json(text, Reason.BAD_HEADER, "header")
+    assert isinstance(raw, dict)  # it starts with {
+    metadata = _check_header_metadata(raw.pop("__metadata__", {}))
+    entries = sorted(((key, _entry(key, value)) for key, value in raw.items()), key=lambda e: (e[1].start, e[1].end))
+    _check_coverage(entries, size - 8 - length)
+    return Header(dict(entries), metadata, prefix + text)
+
+
+def _check_header_metadata(value: object) -> Mapping[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise DeltaError(Reason.BAD_HEADER, "__metadata__ is not an object of texts")
+    return value
+
+
+def _entry(key: str, value: object) -> Entry:
+    def refuse(reason: Reason, detail: str) -> NoReturn:
+        raise DeltaError(reason, f"{key}: {detail}")
+
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        refuse(Reason.BAD_HEADER, "expected an object of dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        refuse(Reason.UNSUPPORTED_DTYPE, f"dtype {_kind(dtype)}")
+    if not isinstance(shape, list) or not all(is_int(n) and n >= 0 for n in shape):
+        refuse(Reason.BAD_HEADER, f"shape {_kind(shape)} is not a list of non-negative integers")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_int(n) and n >= 0 for n in offsets):
+        refuse(Reason.BAD_HEADER, f"data_offsets {_kind(offsets)} are not two non-negative integers")
+    bits_needed = math.prod(shape) * (4 if dtype == "F4" else 8 * DTYPES[dtype].itemsize)
+    if bits_needed != 8 * (offsets[1] - offsets[0]) or (dtype == "F4" and shape and shape[-1] % 2):
+        refuse(Reason.BAD_HEADER, f"{dtype} of shape {_kind(shape)} does not fill bytes {_kind(offsets)}")
+    return Entry(dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _check_coverage(entries: Sequence[tuple[str, Entry]], size: int) -> None:
+    at = 0
+    for key, entry in entries:
+        if entry.start != at:
+            fault = "overlaps the tensor before it" if entry.start < at else "leaves a gap before it"
+            raise DeltaError(Reason.BAD_HEADER, f"{key}: starts at byte {entry.start}, {fault} (ends at {at})")
+        at = entry.end
+    if at != size:
+        raise DeltaError(Reason.BAD_HEADER, f"tensors end at byte {at}, the file's data at {size}")
+
+
+def _read_tensors(file: FileIO, header: Header, lineage: Lineage | None) -> dict[str, Tensor]:
+    """Every tensor of the file, in memory of its own; their SHA-256 is that of the lineage, if it has one."""
+    sha = hashlib.sha256(header.raw)
+    expected = lineage.payload_sha256 if lineage else None
+    tensors = {}
+    for key, entry in header.entries.items():
+        data = _read_exactly(file, entry.end - entry.start)
+        if expected is not None:
+            sha.update(data.numpy().data)
+        tensors[key] = data.view(DTYPES[entry.dtype])
+    if expected not in (None, sha.hexdigest()):
+        raise DeltaError(Reason.PAYLOAD_MISMATCH, f"SHA-256: expected {expected}, found {sha.hexdigest()}")
+    return tensors
+
+
+def _read_exactly(file: FileIO, size: int) -> Tensor:
+    """[size] uint8: the next bytes of an unbuffered file."""
+    data = torch.empty(size, dtype=torch.uint8)
+    view, at = data.numpy().data, 0
+    while at < size:
+        try:
+            got = file.readinto(view[at:])
+        except OSError as error:
+            raise DeltaError(Reason.UNREADABLE, f"read failed: {error.strerror}") from None
+        if not got:
+            raise DeltaError(Reason.UNREADABLE, f"the file ends {size - at} bytes early")
+        at += got
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer, as the metadata and the header declare it."""
+
+    name: str
+    shape: tuple[int, ...]
+    changed: int
+
+
+def _check_layers(metadata: _Metadata, header: Header) -> list[_Layer]:
+    """The layers, when the payload holds exactly what the metadata declares."""
+    _check_not_legacy(header.entries)
+    expected = {f"{i}.{part}" for i in range(len(metadata.names)) for part in ("indices", "values")}
+    if expected != header.entries.keys():
+        missing, surplus = (
+            sorted(a - b)[:4] for a, b in ((expected, set(header.entries)), (set(header.entries), expected))
+        )
+        raise DeltaError(Reason.KEYS_MISMATCH, f"missing in the payload: {missing}; not declared: {surplus}")
+    declared = header.metadata.get("layer_names")
+    if declared is not None and _json(
+        declared.encode(errors="surrogatepass"), Reason.BAD_HEADER, "layer_names"
+    ) != list(metadata.names):
+        raise DeltaError(Reason.KEYS_MISMATCH, "layer_names of the payload are not those of the metadata")
+    layers = []
+    for number, (name, shape) in enumerate(zip(metadata.names, metadata.shapes, strict=True)):
+        indices, values = header.entries[f"{number}.indices"], header.entries[f"{number}.values"]
+        layers.append(_Layer(name, shape, _check_layer(name, indices, values, metadata.requires)))
+    return layers
+
+
+def _check_layer(name: str, indices: Entry, values: Entry, requires: frozenset[str]) -> int:
+    if indices.dtype not in ("I32", "I64") or len(indices.shape) != 1:
+        raise DeltaError(Reason.BAD_INDICES, f"expected 1-D I32 or I64, found {_form(indices)}", name)
+    if len(values.shape) != 1:
+        raise DeltaError(Reason.BAD_VALUES, f"expected 1-D, found {_form(values)}", name)
+    if not DTYPES[values.dtype].is_floating_point and NON_FLOATING_VALUES not in requires:
+        raise DeltaError(Reason.UNSUPPORTED_DTYPE, f"{values.dtype} values require {NON_FLOATING_VALUES}", name)
+    length = values.shape[0] // 2 if values.dtype == "F4" else values.shape[0]
+    if indices.shape[0] != length:
+        raise DeltaError(Reason.LENGTH_MISMATCH, f"{indices.shape[0]} indices, {length} values", name)
+    return length
+
+
+def _form(entry: Entry) -> str:
+    return f"{entry.dtype} {_kind(list(entry.shape))}"
+
+
+def _check_counts(metadata: _Metadata, layers: Sequence[_Layer]) -> None:
+    changed, least = sum(layer.changed for layer in layers), sum(math.prod(layer.shape) for layer in layers)
+    if metadata.changed_elements != changed:
+        found = _kind(metadata.changed_elements)
+        raise DeltaError(Reason.COUNT_MISMATCH, f"changed_elements: payload holds {changed}, metadata says {found}")
+    if not least <= metadata.total_elements <= MAX_ELEMENTS:
+        found = _kind(metadata.total_elements)
+        raise DeltaError(Reason.COUNT_MISMATCH, f"total_elements: layers have {least}, metadata says {found}")
+    if not _is_density(metadata.density_pct, changed, metadata.total_elements):
+        exact, found = density_pct(changed, metadata.total_elements), _kind(metadata.density_pct)
+        raise DeltaError(Reason.COUNT_MISMATCH, f"density_pct: expected {exact}, metadata says {found}")
+
+
+def _is_density(found: float, changed: int, total: int) -> bool:
+    """Whether ``found`` is the density to 3 decimals; half way between two of them either will do."""
+    exact = 100 * changed / total if total else 0.0
+    return 0 <= found <= 100 and round(found, 3) == found and abs(found - exact) <= 0.0005 + 1e-9
+
+
+# Applying
+
+
+def apply_delta(delta: Delta, weights: Weights, *, digest: str | None = None) -> Delta:
+    """Write ``delta`` into ``weights`` in place and return the inverse delta. O(changed), any strides, CPU or CUDA.
+
+    Everything is checked before the first write: names, shapes, dtypes, positions, memory shared between tensors. When
+    a write fails, what was written is undone and `DeltaError` (write_failed) raised. Names that a module ties to one
+    tensor may be changed under any of them; elsewhere every name of shared memory must state the change.
+    """
+    if digest is not None:
+        raise DeltaError(Reason.UNSUPPORTED_EXTENSION, "state digests are not available in this version")
+    tensors = named_tensors(weights)
+    check_fits(delta, tensors)
+    _check_aliases(delta, tensors if isinstance(weights, Mapping) else _untied(tensors, delta))
+    inverse = Delta(
+        tuple(_old_values(patch, tensors[patch.name]) for patch in delta.patches),
+        delta.total_elements,
+        _inverse_lineage(delta.lineage),
+    )
+    _write(delta, tensors, inverse)
+    return inverse
+
+
+def named_tensors(weights: Weights) -> dict[str, Tensor]:
+    """The tensors of a state by name. Of a module: what its ``state_dict`` holds, tied names each."""
+    items = weights.state_dict(keep_vars=True) if isinstance(weights, nn.Module) else weights
+    return {name: t for name, t in items.items() if isinstance(t, Tensor)}
+
+
+def first_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` without those that are the same view of the same memory as an earlier one."""
+    views: dict[object, str] = {}
+    for name, t in tensors.items():
+        # Empty tensors share no memory, whatever address they report.
+        view = (t.device, t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else name
+        views.setdefault(view, name)
+    return {name: tensors[name] for name in views.values()}
+
+
+def check_fits(delta: Delta, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `DeltaError` unless every patch names a tensor that it can be written to."""
+    for patch in delta.patches:
+        t = tensors.get(patch.name)
+        if t is None:
+            raise DeltaError(Reason.UNKNOWN_TENSOR, f"not among the {len(tensors)} tensors", patch.name)
+        if tuple(t.shape) != patch.shape:
+            detail = f"expected {list(t.shape)}, the delta has {list(patch.shape)}"
+            raise DeltaError(Reason.SHAPE_MISMATCH, detail, patch.name)
+        if t.dtype != patch.dtype:
+            raise DeltaError(Reason.DTYPE_MISMATCH, f"expected {t.dtype}, the delta has {patch.dtype}", patch.name)
+        try:
+            bits.check_writable(t)
+        except DeltaError as error:
+            raise DeltaError(error.reason, error.detail, patch.name) from None
+        patch.check_indices()
+
+
+def _untied(tensors: Mapping[str, Tensor], delta: Delta) -> dict[str, Tensor]:
+    """``tensors`` without further names of the same view, unless those are patched too."""
+    patched = {patch.name: tensors[patch.name] for patch in delta.patches}
+    return first_names({**patched, **tensors}) | patched
+
+
+def _check_aliases(delta: Delta, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a change that one tensor states and another one, which holds the same memory, does not.
+
+    Tensors of different dtypes or alignment are taken to share all memory between the first and the last element.
+    """
+    patches = {patch.name: patch for patch in delta.patches if patch.changed}
+    for a, b in _overlapping_spans(tensors):
+        for name, other in ((a, b), (b, a)):
+            if name in patches and _changes_unstated(patches[name], tensors[name], tensors[other], patches.get(other)):
+                detail = f"shares memory with {other}, for which the delta states another change or none"
+                raise DeltaError(Reason.ALIAS_CONFLICT, detail, name)
+
+
+def _overlapping_spans(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Pairs of names whose first-to-last bytes intersect."""
+    spans = sorted(
+        (str(t.device), t.data_ptr(), t.data_ptr() + bits.extent(t) * t.element_size(), name)
+        for name, t in tensors.items()
+        if t.numel() and t.layout == torch.strided and not t.is_meta
+    )
+    for i, (device, _, end, name) in enumerate(spans):
+        for other_device, start, _, other in itertools.islice(spans, i + 1, None):
+            if (other_device, start) >= (device, end):
+                break
+            yield name, other
+
+
+def _changes_unstated(patch: TensorPatch, t: Tensor, other: Tensor, stated: TensorPatch | None) -> bool:
+    """Whether ``patch`` of ``t`` writes an element of ``other`` that ``stated`` does not give the same bits."""
+    distance, odd = divmod(t.data_ptr() - other.data_ptr(), t.element_size())
+    if t.dtype != other.dtype or odd or bits.overlaps_itself(other):
+        return True
+    positions, inside = bits.positions_at(other, bits.offsets_in_storage(t, patch.indices) + distance)
+    positions, values = positions[inside], bits.bit_view(patch.values).to(t.device)[inside]
+    if stated is None or not len(positions):
+        return len(positions) > 0
+    have = stated.indices.to(device=t.device, dtype=torch.int64)
+    at = torch.searchsorted(have, positions).clamp_(max=len(have) - 1)
+    same = (have[at] == positions) & (bits.bit_view(stated.values).to(t.device)[at] == values)
+    return not bool(same.all())
+
+
+def _old_values(patch: TensorPatch, t: Tensor) -> TensorPatch:
+    old = bits.gather(t, patch.indices).to(patch.values.device)
+    return TensorPatch(patch.name, patch.shape, patch.indices, old)
+
+
+def _inverse_lineage(lineage: Lineage | None) -> Lineage | None:
+    if lineage is None or lineage.base_version is None:
+        return None
+    return Lineage(
+        run_id=lineage.run_id,
+        version=lineage.base_version,
+        base_version=lineage.version,
+        base_digest=lineage.digest,
+        digest=lineage.base_digest,
+    )
+
+
+def _write(delta: Delta, tensors: Mapping[str, Tensor], inverse: Delta) -> None:
+    """Write every patch, or none: on failure the values of ``inverse`` are written back."""
+    for number, patch in enumerate(delta.patches):
+        try:
+            bits.scatter_(tensors[patch.name], patch.indices, patch.values)
+        except BaseException as error:
+            _undo(inverse.patches[: number + 1], tensors, error)
+            if not isinstance(error, Exception):
+                raise
+            raise DeltaError(Reason.WRITE_FAILED, f"undone: {error}", patch.name) from error
+
+
+def _undo(patches: Sequence[TensorPatch], tensors: Mapping[str, Tensor], cause: BaseException) -> None:
+    for patch in patches:
+        try:
+            bits.scatter_(tensors[patch.name], patch.indices, patch.values)
+        except Exception:
+            detail = f"the state is a mixture: writing failed ({cause}), and so did undoing it"
+            raise DeltaError(Reason.WRITE_FAILED, detail, patch.name) from cause
