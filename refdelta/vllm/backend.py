@@ -88,7 +88,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
 
     def update_from(self, update_info: Any, rank: int) -> None:
         """Stage one delta. ``update_info`` is a mapping, or a list of them by global rank."""
-        self._step("update", lambda: self._stage(update_info[rank] if isinstance(update_info, list) else update_info))
+        self._step("update", lambda: self._stage(_of_rank(update_info, rank)))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Stage one delta; vLLM's entry point where the Worker is not wrapped."""
@@ -179,6 +179,14 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
             self.ranks.together("undo", session.undo)
         except StepFailed as second:
             _end_engine(f"{failure}; then {second}")
+
+
+def _of_rank(update_info: Any, rank: int) -> Any:
+    if not isinstance(update_info, list):
+        return update_info
+    if rank >= len(update_info):
+        raise DeltaError(Reason.BAD_OPTION, f"update_info is a list of {len(update_info)}, none for rank {rank}")
+    return update_info[rank]
 
 
 def _parsed(parse: Callable[[dict[str, Any]], Any], info: Any) -> Any:

@@ -1,0 +1,172 @@
+"""Failures between the ranks of a live engine: old weights or new ones, on all ranks alike, and the next call works."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance import checkpoints, oracle
+from conformance.checkpoints import State
+from conformance.live.runner import START_TIMEOUT, Host, HostDied, HostError, environment
+from tests.live.faults import FAULT
+
+PROMPTS = [[5, 9, 14, 2, 77, 31]]
+
+
+@dataclass
+class Rig:
+    """A live Qwen3, two deltas (there and back), and the file that switches faults on."""
+
+    host: Host
+    fault: Path
+    scratch: Path
+    there: Path
+    back: Path
+    numbers: Iterator[int]
+
+    def dump(self) -> list[bytes]:
+        """Every rank's weights, as bytes."""
+        out = self.scratch / f"dump{next(self.numbers)}"
+        out.mkdir()
+        return [Path(file).read_bytes() for file in self.host.call("dump", directory=str(out))]
+
+    def break_write(self, rank: int, call: int, *, undo: bool = False) -> None:
+        """Make the ``call``-th write of ``rank`` fail from now on."""
+        self.fault.write_text(json.dumps({"rank": rank, "call": call, "undo": undo, "n": next(self.numbers)}))
+
+    def mend(self) -> None:
+        """No fault any more."""
+        self.fault.write_text("")
+
+    def sync(self, info: object) -> str | None:
+        """One whole update; the error's text, or None."""
+        found: str | None = self.host.call("sync", info=info)
+        return found
+
+    def in_step(self, ranks: int) -> None:
+        """Replies belong to their calls: a fresh nonce comes back from every rank, twice."""
+        for _ in range(2):
+            nonce = f"nonce{next(self.numbers)}"
+            assert self.host.call("echo", nonce=nonce) == [[rank, nonce] for rank in range(ranks)]
+
+
+def info(path: Path) -> dict[str, str]:
+    return {"target_weights_path": str(path)}
+
+
+def changed(state: State) -> State:
+    """Every tensor changed in its first, middle and last element."""
+    new = checkpoints.clone(state)
+    for tensor in new.values():
+        bits = tensor.view(torch.int16).view(-1)
+        bits[[0, bits.numel() // 2, bits.numel() - 1]] ^= 1
+    return new
+
+
+def rig(tmp: Path, tp: int) -> Iterator[Rig]:
+    checkpoint = checkpoints.make("qwen3-untied", tmp / "base")
+    state = checkpoints.load(checkpoint.directory)
+    new = changed(state)
+    for name, (a, b) in {"there": (state, new), "back": (new, state)}.items():
+        oracle.write_delta(tmp / name, oracle.expected_patches(a, b), oracle.total_elements(a))
+    fault = tmp / "fault.json"
+    fault.write_text("")
+    env = environment(plugins="refdelta", modules=("tests.live.faults",)) | {FAULT: str(fault)}
+    with Host(env, tmp / "engine.log") as host:
+        host.call("start", timeout=START_TIMEOUT, checkpoint=str(checkpoint.directory), tp=tp, backend="delta_snapshot")
+        yield Rig(host, fault, tmp, tmp / "there", tmp / "back", count())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """A TP=2 engine for the whole module: every test leaves it with its first weights, or dead at the end."""
+    yield from rig(tmp_path_factory.mktemp("tp2"), 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_write_that_fails_in_the_middle_is_undone_on_every_rank(two_ranks: Rig, rank: int) -> None:
+    """Old weights bit for bit on both ranks, replies in step, and a good update goes there and back."""
+    before, outputs = two_ranks.dump(), two_ranks.host.call("generate", prompts=PROMPTS)
+    two_ranks.break_write(rank, call=5)
+    error = two_ranks.sync(info(two_ranks.there))
+    two_ranks.mend()
+    assert error is not None
+    assert f"refdelta[rank_failed]: rank {rank}: RuntimeError: injected" in error
+    two_ranks.in_step(2)
+    assert two_ranks.dump() == before
+    assert two_ranks.host.call("generate", prompts=PROMPTS) == outputs
+    assert two_ranks.sync(info(two_ranks.there)) is None
+    assert two_ranks.dump() != before
+    assert two_ranks.sync(info(two_ranks.back)) is None
+    assert two_ranks.dump() == before
+
+
+def test_ranks_that_read_different_payloads_write_nothing(two_ranks: Rig) -> None:
+    """Two valid deltas, one a rank."""
+    before = two_ranks.dump()
+    error = two_ranks.sync([info(two_ranks.there), info(two_ranks.back)])
+    assert error is not None
+    assert "refdelta[rank_disagreement]" in error
+    two_ranks.in_step(2)
+    assert two_ranks.dump() == before
+
+
+def test_an_unfinished_session_is_dropped_by_the_next_start(two_ranks: Rig) -> None:
+    """Staged and never finished: nothing of it is ever written."""
+    before = two_ranks.dump()
+    two_ranks.host.call("start_update")
+    two_ranks.host.call("update", info=info(two_ranks.there))
+    assert two_ranks.dump() == before
+    two_ranks.host.call("start_update")
+    two_ranks.host.call("finish")
+    two_ranks.in_step(2)
+    assert two_ranks.dump() == before
+
+
+@pytest.mark.parametrize("call", ["update", "finish"])
+def test_calls_out_of_order_are_refused_on_every_rank_at_once(two_ranks: Rig, call: str) -> None:
+    """No session is open: a reason, and no reply left behind in the channel."""
+    arguments: dict[str, Any] = {"info": info(two_ranks.there)} if call == "update" else {}
+    with pytest.raises(HostError, match=r"refdelta\[no_session\]"):
+        two_ranks.host.call(call, **arguments)
+    two_ranks.in_step(2)
+
+
+@pytest.mark.parametrize(
+    ("update_info", "reason"),
+    [
+        ([{"target_weights_path": "THERE"}], "bad_option"),
+        ({"path": "/x"}, "bad_option"),
+        ({"target_weights_path": 7}, "bad_option"),
+        ({"target_weights_path": "/nonexistent"}, "not_a_delta"),
+        ("/nonexistent", "bad_option"),
+    ],
+)
+def test_bad_update_info_is_refused_and_ends_the_session(two_ranks: Rig, update_info: object, reason: str) -> None:
+    """A list that is too short, unknown keys, wrong types, nothing there; then the session is closed everywhere."""
+    two_ranks.host.call("start_update")
+    with pytest.raises(HostError, match=rf"refdelta\[{reason}\]"):
+        two_ranks.host.call("update", info=json.loads(json.dumps(update_info).replace("THERE", str(two_ranks.there))))
+    two_ranks.in_step(2)
+    with pytest.raises(HostError, match=r"refdelta\[no_session\]"):
+        two_ranks.host.call("finish")
+    two_ranks.in_step(2)
+
+
+def test_an_engine_that_cannot_undo_ends(two_ranks: Rig) -> None:
+    """A mixture must not serve: the workers end, and the engine with them. Last, since nothing is left after it."""
+    two_ranks.break_write(1, call=5, undo=True)
+    two_ranks.host.call("start_update")
+    two_ranks.host.call("update", info=info(two_ranks.there))
+    with pytest.raises((HostError, HostDied)):
+        two_ranks.host.call("finish", timeout=60)
+    two_ranks.mend()
+    with pytest.raises((HostError, HostDied)):
+        two_ranks.host.call("generate", prompts=PROMPTS, timeout=60)
