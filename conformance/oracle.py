@@ -16,6 +16,7 @@ Deltas (a *state* is a mapping name -> tensor)::
     expected_state(base, patches)         the state after; base is not touched
     delta_patch(tensor_name, tensor, indices, new_values) -> Patch
     write_delta(directory, patches, total_elements, **overrides) -> Path
+    draft(patches, total), disassemble(directory) -> Draft    a delta taken apart, to be changed and written
     read_delta(directory) -> RawDelta     strict: raises OracleError naming the first thing that is wrong
     canonical_payload(patches) -> bytes   the bytes of `delta.safetensors` that the format prescribes
 
@@ -379,6 +380,13 @@ def draft(patches: Sequence[Patch], total: int, *, indices: str | None = None) -
         metadata["requires"] = [NON_FLOATING]
     entries = [e for number, patch in enumerate(patches) for e in patch_entries(number, patch, indices)]
     return Draft(metadata, entries, {"layer_names": json.dumps(names, ensure_ascii=False, separators=(",", ":"))})
+
+
+def disassemble(directory: Path) -> Draft:
+    """The parts of a delta whose files can be read, whatever they say."""
+    metadata = json.loads((directory / METADATA_FILE).read_text(encoding="utf-8"))
+    entries, header_metadata, _ = unpack((directory / DELTA_FILE).read_bytes())
+    return Draft(metadata, entries, header_metadata)
 
 
 def density_pct(changed: int, total: int) -> float:
