@@ -128,7 +128,7 @@ def write_v2(folder: Path, layers: list[tuple[str, list[int], Tensor, Tensor]], 
     for i, (_, _, indices, values) in enumerate(layers):
         tensors[f"{i}.indices"], tensors[f"{i}.values"] = indices, values
     save_file(tensors, folder / "delta.safetensors", metadata={"layer_names": json.dumps(names)})
-    changed = sum(len(indices) for _, _, indices, _ in layers)
+    changed = sum(indices.numel() for _, _, indices, _ in layers)
     metadata: dict[str, object] = {
         "base_model": "org/model",
         "created_at": "2026-01-02T03:04:05+00:00",
