@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -84,10 +85,13 @@ def test_licence() -> None:
 # --- Makefile and CI ---------------------------------------------------------------------------------------------
 
 
-def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+def make(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run make as from a shell: under ``make test`` the outer make's flags and level would be inherited."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
-    return subprocess.run(["make", *arguments], cwd=ROOT, env=inherited, capture_output=True, text=True, check=False)
+    inherited["PATH"] = path or inherited["PATH"]
+    tool = shutil.which("make")
+    assert tool is not None
+    return subprocess.run([tool, *arguments], cwd=ROOT, env=inherited, capture_output=True, text=True, check=False)
 
 
 def recipe(*arguments: str) -> list[str]:
@@ -115,18 +119,34 @@ def test_make_conformance_sets_up_then_runs_the_live_suite() -> None:
     ]
 
 
-def test_make_chooses_a_python_that_is_new_enough() -> None:
-    (setup,) = recipe("setup")
-    chosen = setup.split()[0]
-    program = "import sys; sys.exit(sys.version_info < (3, 11))"
-    assert subprocess.run([chosen, "-c", program], check=False).returncode == 0
+def pythons(folder: Path, versions: dict[str, str]) -> str:
+    """A PATH with nothing but interpreters that claim these versions."""
+    for name, version in versions.items():
+        program = f"import sys; sys.version_info = ({version}); exec(sys.argv[1])"
+        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{program}" "$2"\n')
+        (folder / name).chmod(0o755)
+    return str(folder)
 
 
-def test_make_without_a_python_says_so_in_one_line() -> None:
-    done = make("setup", "PYTHON=")
+@pytest.mark.parametrize(
+    ("versions", "chosen"),
+    [
+        ({"python3.11": "3, 11, 7", "python3": "3, 13, 0"}, "python3.11"),
+        ({"python3": "3, 12, 1"}, "python3"),
+        ({"python3": "3, 10, 13", "python3.13": "3, 13, 0"}, "python3.13"),
+    ],
+)
+def test_make_chooses_a_python_that_is_new_enough(versions: dict[str, str], chosen: str, tmp_path: Path) -> None:
+    done = make("-n", "setup", path=pythons(tmp_path, versions))
+    assert f"{chosen} scripts/setup_env.py --engine auto" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("versions", [{}, {"python3": "3, 10, 13"}])
+def test_make_without_such_a_python_says_so_in_one_line(versions: dict[str, str], tmp_path: Path) -> None:
+    done = make("setup", path=pythons(tmp_path, versions))
     assert done.returncode != 0
-    assert "error: refdelta needs Python 3.11 or newer" in done.stderr
-    assert "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("make:")]
+    assert errors == ["error: refdelta needs Python 3.11 or newer on PATH (or make PYTHON=...)"]
 
 
 def test_make_clean_keeps_the_environment() -> None:
