@@ -49,10 +49,15 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "100"}
 
 
-def run(*arguments: str, cwd: Path) -> Outcome:
-    """One run as an adopter starts it: `python -m pytest ARGUMENTS` in a process of its own."""
+def run(*arguments: str, cwd: Path, **variables: str) -> Outcome:
+    """One run as an adopter starts it: `python -m pytest ARGUMENTS` in a process of its own.
+
+    variables: added to its environment.
+    """
     command = [sys.executable, "-m", "pytest", *arguments]
-    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, env={**environment(), **variables}, capture_output=True, text=True, timeout=600, check=False
+    )
     return Outcome(done.returncode, done.stdout + done.stderr)
 
 
