@@ -9,6 +9,7 @@ Profiles of Hypothesis: `ci` (derandomised, the default), `nightly` (random, mor
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -113,10 +114,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unmarked = [item.nodeid for item in ours if not matrix.check_of(item)]
     if unmarked:
         raise pytest.UsageError(f"{unmarked[0]} names no check: mark it with pytest.mark.check.")
-    other = [item for item in ours if item.path.name.startswith("test_live") != run.options.live]
+    other = {item for item in ours if item.path.name.startswith("test_live") != run.options.live}
     run.left_out = len(other)
-    config.hook.pytest_deselected(items=other)
-    items[:] = [item for item in items if item not in set(other)]
+    config.hook.pytest_deselected(items=list(other))
+    items[:] = [item for item in items if item not in other]
     for item in filter(_is_ours, items):
         run.matrix.announce(item, run.name)
 
@@ -160,8 +161,7 @@ class _Reporter:
         if self.run.collect_only:
             return
         terminalreporter.section("conformance")
-        width = max(80, terminalreporter._tw.fullwidth)
-        for line in self.run.report(width):
+        for line in self.run.report(max(80, shutil.get_terminal_size().columns)):
             terminalreporter.line(line)
 
 
