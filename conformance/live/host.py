@@ -36,8 +36,8 @@ class Server:
             channel.flush()
 
     def _answer(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        method: Callable[..., Any] = getattr(self, command, None) or getattr(self.engine, command)
         try:
+            method: Callable[..., Any] = getattr(self, command, None) or getattr(self.engine, command)
             return {"ok": method(**arguments)}
         except BaseException as error:
             traceback.print_exc()
