@@ -75,9 +75,9 @@ class Engine:
         )
         return time.monotonic() - began
 
-    def init_transfer(self) -> None:
-        """Open the weight transfer with an empty ``init_info``."""
-        self.llm.init_weight_transfer_engine({"init_info": {}})
+    def init_transfer(self, init_info: dict[str, Any] | None = None) -> None:
+        """Open the weight transfer, by default with an empty ``init_info``."""
+        self.llm.init_weight_transfer_engine({"init_info": init_info or {}})
 
     def pause(self) -> None:
         """Pause scheduling, keeping requests."""
