@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
-import hashlib
 import json
 import os
-import secrets
-import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,6 +15,7 @@ from torch import Tensor, nn
 
 from refdelta import bits
 from refdelta.apply import Weights, apply_delta, first_names, named_tensors
+from refdelta.files import new_directory, write_file
 from refdelta.spec import (
     DELTA_FILE,
     DTYPE_CODES,
@@ -138,9 +134,9 @@ def write_delta(delta: Delta, path: str | os.PathLike[str]) -> Path:
     patches = [_canonical(patch) for patch in sorted(delta.patches, key=lambda patch: patch.name)]
     header = _header_bytes(patches)
     _metadata_bytes(delta, patches, None)  # refuses what JSON cannot hold before anything is written
-    with _new_directory(target) as folder:
-        sha256 = _write_file(folder / DELTA_FILE, _payload(header, patches))
-        _write_file(folder / METADATA_FILE, [_metadata_bytes(delta, patches, sha256)])
+    with new_directory(target) as folder:
+        sha256 = write_file(folder / DELTA_FILE, _payload(header, patches))
+        write_file(folder / METADATA_FILE, [_metadata_bytes(delta, patches, sha256)])
     return target
 
 
@@ -204,48 +200,3 @@ def _payload(header: bytes, patches: list[TensorPatch]) -> Iterator[bytes | memo
     yield header
     for _, t in _tensors(patches):
         yield bits.bit_view(t).contiguous().numpy().data
-
-
-def _write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
-    """Write and sync a new file; returns its SHA-256."""
-    sha256 = hashlib.sha256()
-    with path.open("xb") as file:
-        for chunk in chunks:
-            sha256.update(chunk)
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return sha256.hexdigest()
-
-
-@contextmanager
-def _new_directory(target: Path) -> Iterator[Path]:
-    """A temporary sibling that becomes ``target`` at the end of the block, or is removed where the block fails."""
-    if os.path.lexists(target):
-        raise DeltaError(Reason.TARGET_EXISTS, str(target))
-    temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
-    try:
-        temporary.mkdir()
-    except (OSError, ValueError) as error:
-        raise DeltaError(Reason.WRITE_FAILED, f"{target}: {error}") from None
-    try:
-        yield temporary
-        _sync_directory(temporary)
-        temporary.rename(target)
-        _sync_directory(target.parent)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            # Renaming onto what another writer has put there meanwhile.
-            lost = error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR) and os.path.lexists(target)
-            reason = Reason.TARGET_EXISTS if lost else Reason.WRITE_FAILED
-            raise DeltaError(reason, f"{target}: {error.strerror}") from error
-        raise
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
