@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from refdelta import bits
 from refdelta.apply import Weights, apply_delta, first_names, named_tensors
-from refdelta.files import new_directory, write_file
+from refdelta.files import new_directory, write_file, write_hashed
 from refdelta.spec import (
     DELTA_FILE,
     DTYPE_CODES,
@@ -123,21 +123,26 @@ def _check_comparable(base: Mapping[str, Tensor], target: Mapping[str, Tensor]) 
 # Writing
 
 
-def write_delta(delta: Delta, path: str | os.PathLike[str]) -> Path:
+def write_delta(delta: Delta, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
     """Write ``delta`` as the directory ``path`` and return it. A reader sees the whole delta or none.
 
     ``delta.safetensors`` has the canonical bytes: they follow from the patches alone. A lineage gets the payload's
     SHA-256. ``created_at`` and ``timestamp`` are those of ``delta.extra``, else now. Raises `DeltaError`: target_exists
-    when there is anything at ``path``, write_failed when the file system refuses, or what is wrong with the delta.
+    when there is anything at ``path`` (with ``overwrite``: anything but a directory with at most a delta's two files),
+    write_failed when the file system refuses, or what is wrong with the delta.
     """
     target = Path(path)
     patches = [_canonical(patch) for patch in sorted(delta.patches, key=lambda patch: patch.name)]
     header = _header_bytes(patches)
     _metadata_bytes(delta, patches, None)  # refuses what JSON cannot hold before anything is written
-    with new_directory(target) as folder:
-        sha256 = write_file(folder / DELTA_FILE, _payload(header, patches))
+    with new_directory(target, _is_delta_directory if overwrite else None) as folder:
+        sha256 = write_hashed(folder / DELTA_FILE, _payload(header, patches))
         write_file(folder / METADATA_FILE, [_metadata_bytes(delta, patches, sha256)])
     return target
+
+
+def _is_delta_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and {*os.listdir(path)} <= {DELTA_FILE, METADATA_FILE}
 
 
 def _canonical(patch: TensorPatch) -> TensorPatch:
