@@ -12,7 +12,7 @@ from io import FileIO
 from typing import NoReturn
 
 from refdelta.files import read_exactly
-from refdelta.spec import DTYPES, MAX_HEADER_BYTES, DeltaError, Reason, is_int
+from refdelta.spec import DTYPES, MAX_HEADER_BYTES, DeltaError, Reason, count_elements, is_int
 
 __all__ = ["Entry", "Header", "read_header", "shown", "strict_json"]
 
@@ -121,7 +121,7 @@ def _entry(key: str, value: object) -> Entry:
         refuse(Reason.BAD_HEADER, f"shape {shown(shape)} is not a list of non-negative integers")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_int(n) and n >= 0 for n in offsets):
         refuse(Reason.BAD_HEADER, f"data_offsets {shown(offsets)} are not two non-negative integers")
-    bits_needed = math.prod(shape) * (4 if dtype == "F4" else 8 * DTYPES[dtype].itemsize)
+    bits_needed = count_elements(shape) * (4 if dtype == "F4" else 8 * DTYPES[dtype].itemsize)
     if bits_needed != 8 * (offsets[1] - offsets[0]) or (dtype == "F4" and shape and shape[-1] % 2):
         refuse(Reason.BAD_HEADER, f"{dtype} of shape {shown(shape)} does not fill bytes {shown(offsets)}")
     return Entry(dtype, tuple(shape), offsets[0], offsets[1])

@@ -99,6 +99,7 @@ class Reason(StrEnum):
 
     # Files
     NOT_A_DELTA = "not_a_delta", "no such directory, or one that does not hold both files of a delta"
+    NOT_A_CHECKPOINT = "not_a_checkpoint", "no such file, or a directory without the safetensors files of a checkpoint"
     UNREADABLE = "unreadable", "a file exists but cannot be read whole: not a regular file, an I/O error, cut short"
     TARGET_EXISTS = "target_exists", "the place to write to exists already"
 
@@ -206,9 +207,21 @@ def check_shape(shape: object, tensor: str | None = None) -> tuple[int, ...]:
     """``shape`` as a tuple if it is a sequence of non-negative integers below 2^63 in product, else bad_shape."""
     if not isinstance(shape, list | tuple) or not all(is_int(size) and size >= 0 for size in shape):
         raise DeltaError(Reason.BAD_SHAPE, f"expected non-negative integers, found {_brief(shape)}", tensor)
-    if any(size > MAX_ELEMENTS for size in shape) or math.prod(shape) > MAX_ELEMENTS:
+    if any(size > MAX_ELEMENTS for size in shape) or count_elements(shape) > MAX_ELEMENTS:
         raise DeltaError(Reason.BAD_SHAPE, f"more than 2^63 - 1 elements: {_brief(shape)}", tensor)
     return tuple(shape)
+
+
+def count_elements(shape: Sequence[int]) -> int:
+    """Number of elements of a shape; where it is beyond `MAX_ELEMENTS`, some number beyond, found without large ones."""
+    if 0 in shape:
+        return 0
+    count = 1
+    for size in shape:
+        count *= size
+        if count > MAX_ELEMENTS:
+            break
+    return count
 
 
 def check_extra(extra: Mapping[str, object]) -> Mapping[str, object]:
