@@ -7,16 +7,20 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from refdelta import bits
+from refdelta.compose import compose as compose
+from refdelta.compose import join as join
 from refdelta.container import Entry, Header, read_header, shown, strict_json
+from refdelta.digest import parse as parse_digest
+from refdelta.digest import roll_digest
 from refdelta.files import Folder, read_exactly
 from refdelta.spec import (
     DELTA_FILE,
@@ -29,6 +33,7 @@ from refdelta.spec import (
     MAX_HEADER_BYTES,
     METADATA_FILE,
     NON_FLOATING_VALUES,
+    UNVERSIONED,
     Delta,
     DeltaError,
     Lineage,
@@ -40,9 +45,7 @@ from refdelta.spec import (
     density_pct,
     is_int,
 )
-
-Weights: TypeAlias = Mapping[str, Tensor] | nn.Module
-"""A state: tensors by checkpoint name, or a module whose ``state_dict`` holds them."""
+from refdelta.state import Weights, first_names, named_tensors
 
 _PACKED_KEYS: Final = frozenset({"delta.indices_flat", "delta.values_flat", "delta.layer_lengths"})
 
@@ -249,40 +252,62 @@ def apply_delta(delta: Delta, weights: Weights, *, digest: str | None = None) ->
 
     Everything is checked before the first write: names, shapes, dtypes, positions, memory shared between tensors. When
     a write fails, what was written is undone and `DeltaError` (write_failed) raised. Names that a module ties to one
-    tensor may be changed under any of them; elsewhere every name of shared memory must state the change.
+    tensor may be changed under any of them; elsewhere every name of shared memory must state the change. One part of
+    several is refused: `join` them first.
+
+    ``digest``: what `state_digest` of ``weights`` is, as the caller has kept it. Then the delta's base digest must be
+    that one (base_mismatch), and its digest the one that the change leads to (digest_mismatch); the inverse's lineage
+    holds the state after as ``base_digest`` and the state before as ``digest``.
     """
-    if digest is not None:
-        raise DeltaError(Reason.UNSUPPORTED_EXTENSION, "state digests are not available in this version")
     tensors = named_tensors(weights)
     check_fits(delta, tensors)
     _check_aliases(delta, tensors if isinstance(weights, Mapping) else _untied(tensors, delta))
-    inverse = Delta(
-        tuple(_old_values(patch, tensors[patch.name]) for patch in delta.patches),
-        delta.total_elements,
-        _inverse_lineage(delta.lineage),
-    )
+    old = tuple(_old_values(patch, tensors[patch.name]) for patch in delta.patches)
+    lineage = _inverse_lineage(delta.lineage)
+    if digest is not None:
+        if not isinstance(weights, Mapping):
+            _check_first_names(delta, tensors)
+        lineage = _digested(lineage, digest, _digest_after(delta, old, digest))
+    inverse = Delta(old, delta.total_elements, lineage)
     _write(delta, tensors, inverse)
     return inverse
 
 
-def named_tensors(weights: Weights) -> dict[str, Tensor]:
-    """The tensors of a state by name. Of a module: what its ``state_dict`` holds, tied names each."""
-    items = weights.state_dict(keep_vars=True) if isinstance(weights, nn.Module) else weights
-    return {name: t for name, t in items.items() if isinstance(t, Tensor)}
+def _digest_after(delta: Delta, old: Sequence[TensorPatch], digest: str) -> str:
+    """The digest that ``delta`` leads to from ``digest``, when both are what its lineage says."""
+    parse_digest(digest)
+    lineage = delta.lineage
+    if lineage is not None and lineage.base_digest not in (None, digest):
+        based = f"based on version {lineage.base_version} of run {lineage.run_id}, {lineage.base_digest}"
+        raise DeltaError(Reason.BASE_MISMATCH, f"the delta is {based}; the state is {digest}")
+    after = digest
+    for patch, before in zip(delta.patches, old, strict=True):
+        after = roll_digest(after, patch, before.values)
+    if lineage is not None and lineage.digest not in (None, after):
+        detail = f"expected {lineage.digest} after the delta; from {digest} it leads to {after}"
+        raise DeltaError(Reason.DIGEST_MISMATCH, detail)
+    return after
 
 
-def first_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` without those that are the same view of the same memory as an earlier one."""
-    views: dict[object, str] = {}
-    for name, t in tensors.items():
-        # Empty tensors share no memory, whatever address they report.
-        view = (t.device, t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else name
-        views.setdefault(view, name)
-    return {name: tensors[name] for name in views.values()}
+def _digested(lineage: Lineage | None, before: str, after: str) -> Lineage:
+    """The inverse's lineage with what is known about digests, which is also there where no version is."""
+    known = lineage or Lineage(UNVERSIONED, 0)
+    return replace(known, base_digest=after, digest=before)
+
+
+def _check_first_names(delta: Delta, tensors: Mapping[str, Tensor]) -> None:
+    """A digest counts a tied tensor under its first name; a change under another one would not roll it."""
+    counted = first_names(tensors)
+    for patch in delta.patches:
+        if patch.name not in counted:
+            detail = "tied to a tensor of an earlier name, under which alone its digest counts"
+            raise DeltaError(Reason.ALIAS_CONFLICT, detail, patch.name)
 
 
 def check_fits(delta: Delta, tensors: Mapping[str, Tensor]) -> None:
-    """Raise `DeltaError` unless every patch names a tensor that it can be written to."""
+    """Raise `DeltaError` unless every patch names a tensor that it can be written to, and no other part is missing."""
+    if delta.lineage is not None and delta.lineage.is_partial:
+        raise DeltaError(Reason.INCOMPLETE, f"part {list(delta.lineage.part or ())} of several; join them first")
     for patch in delta.patches:
         t = tensors.get(patch.name)
         if t is None:

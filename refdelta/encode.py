@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from refdelta import bits
-from refdelta.apply import Weights, apply_delta, first_names, named_tensors
+from refdelta.apply import apply_delta
+from refdelta.digest import ZERO, add, layer_digests, roll_digest
 from refdelta.files import new_directory, write_file, write_hashed
 from refdelta.spec import (
     DELTA_FILE,
@@ -26,11 +27,12 @@ from refdelta.spec import (
     NON_FLOATING_VALUES,
     Delta,
     DeltaError,
+    Lineage,
     Reason,
     TensorPatch,
-    check_name,
     index_dtype,
 )
+from refdelta.state import Weights, total_elements, tracked
 
 # Comparing
 
@@ -41,7 +43,7 @@ def diff(base: Weights, target: Weights) -> Delta:
     States have equal names, shapes and dtypes, else `DeltaError` says everything that differs. Of names that a module
     ties to one tensor only the first counts. Patches lie on ``target``'s devices; ``base`` may be on others.
     """
-    return _diff(_tracked(base), _tracked(target), device=None)
+    return _diff(tracked(base), tracked(target), device=None)
 
 
 class DeltaEncoder:
@@ -49,40 +51,85 @@ class DeltaEncoder:
 
     The baseline is what the receiver holds. `encode` does not move it; `commit` does, once the receiver has
     acknowledged the delta, so that a delta that was lost or refused is contained in the next one.
+
+    With a ``run_id`` every delta gets a lineage: the version after `version`, its base, and digests. They are computed
+    from all elements once, here, and rolled with each commit. Without a commit the next delta has the same version.
     """
 
-    def __init__(self, weights: Weights) -> None:
-        self._baseline = {name: _host_copy(t) for name, t in _tracked(weights).items()}
+    def __init__(self, weights: Weights, *, run_id: str | None = None, version: int = 0) -> None:
+        """``version`` is that of ``weights`` in the run; a resumed trainer starts where the receiver stands."""
+        self._position = None if run_id is None else Lineage(run_id, version)
+        self._baseline = {name: _host_copy(t) for name, t in tracked(weights).items()}
+        self._layers: dict[str, str] = {}
+        if self._position is not None:
+            self._layers = layer_digests(self._baseline)
+            self._position = replace(self._position, digest=add(*self._layers.values()))
+
+    @property
+    def run_id(self) -> str | None:
+        """The run, if there is one."""
+        return None if self._position is None else self._position.run_id
+
+    @property
+    def version(self) -> int | None:
+        """Version of the baseline."""
+        return None if self._position is None else self._position.version
+
+    @property
+    def digest(self) -> str | None:
+        """State digest of the baseline."""
+        return None if self._position is None else self._position.digest
 
     def encode(self, weights: Weights) -> Delta:
         """The delta from the baseline to ``weights``, on the CPU; errors as in `diff`."""
-        return _diff(self._baseline, _tracked(weights), device="cpu")
+        delta = _diff(self._baseline, tracked(weights), device="cpu")
+        return delta if self._position is None else replace(delta, lineage=self._next(self._position, delta))
 
     def commit(self, delta: Delta) -> None:
         """Move the baseline by ``delta``; `DeltaError` and an unmoved baseline if it does not fit."""
-        total = _total(self._baseline)
+        total = total_elements(self._baseline)
         if delta.total_elements != total:
             detail = f"total_elements: the baseline has {total}, the delta says {delta.total_elements}"
             raise DeltaError(Reason.COUNT_MISMATCH, detail)
-        apply_delta(delta, self._baseline)
+        if self._position is None:
+            apply_delta(delta, self._baseline)
+            return
+        version = _version_after(self._position, delta.lineage)
+        inverse = apply_delta(delta, self._baseline, digest=self._position.digest)
+        for patch, old in zip(delta.patches, inverse.patches, strict=True):
+            self._layers[patch.name] = roll_digest(self._layers[patch.name], patch, old.values)
+        assert inverse.lineage is not None  # it holds the digest
+        self._position = replace(self._position, version=version, digest=inverse.lineage.base_digest)
+
+    def _next(self, position: Lineage, delta: Delta) -> Lineage:
+        digest, layers = position.digest or ZERO, {}
+        for patch in delta.patches:
+            old = bits.gather(self._baseline[patch.name], patch.indices)
+            digest = roll_digest(digest, patch, old)
+            layers[patch.name] = roll_digest(self._layers[patch.name], patch, old)
+        return Lineage(
+            run_id=position.run_id,
+            version=position.version + 1,
+            base_version=position.version,
+            base_digest=position.digest,
+            digest=digest,
+            layer_digests=layers,
+        )
 
 
-def _tracked(weights: Weights) -> dict[str, Tensor]:
-    tensors = named_tensors(weights)
-    tracked = first_names(tensors) if isinstance(weights, nn.Module) else tensors
-    for name, t in tracked.items():
-        check_name(name)
-        if t.dtype not in DTYPE_CODES or t.layout != torch.strided or t.is_meta:
-            raise DeltaError(Reason.UNSUPPORTED_DTYPE, f"{t.dtype} in layout {t.layout} on {t.device.type}", name)
-    return tracked
-
-
-def _total(tensors: Mapping[str, Tensor]) -> int:
-    return sum(t.numel() for t in tensors.values())
+def _version_after(position: Lineage, lineage: Lineage | None) -> int:
+    """The version of a delta that starts at ``position``."""
+    if lineage is None:
+        raise DeltaError(Reason.BASE_MISMATCH, f"the delta has no lineage, the baseline is in run {position.run_id}")
+    stated, here = (lineage.run_id, lineage.base_version), (position.run_id, position.version)
+    if stated != here:
+        detail = f"the delta is based on version {stated[1]} of run {stated[0]}, the baseline is {here[1]} of {here[0]}"
+        raise DeltaError(Reason.BASE_MISMATCH, detail)
+    return lineage.version
 
 
 def _host_copy(t: Tensor) -> Tensor:
-    source = t.detach().resolve_conj().resolve_neg()
+    source = bits.resolved(t)
     copy = torch.empty(t.shape, dtype=bits.bit_view(source).dtype, pin_memory=torch.cuda.is_available())
     return copy.copy_(bits.bit_view(source)).view(t.dtype)
 
@@ -96,7 +143,7 @@ def _diff(base: Mapping[str, Tensor], target: Mapping[str, Tensor], device: str 
         if len(at):
             patch = TensorPatch(name, tuple(new.shape), at.to(index_dtype(new.numel())), bits.gather(new, at))
             patches.append(patch if device is None else patch.to(device))
-    return Delta(tuple(patches), _total(target))
+    return Delta(tuple(patches), total_elements(target))
 
 
 def _check_comparable(base: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
@@ -194,7 +241,7 @@ def _metadata_bytes(delta: Delta, patches: list[TensorPatch], payload_sha256: st
     if not all(patch.dtype.is_floating_point for patch in patches):
         metadata["requires"] = [NON_FLOATING_VALUES]
     if delta.lineage is not None:
-        metadata["lineage"] = dataclasses.replace(delta.lineage, payload_sha256=payload_sha256).to_json()
+        metadata["lineage"] = replace(delta.lineage, payload_sha256=payload_sha256).to_json()
     try:
         return (json.dumps(metadata, ensure_ascii=False, allow_nan=False, indent=2) + "\n").encode()
     except (TypeError, ValueError, RecursionError) as error:

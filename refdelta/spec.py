@@ -56,6 +56,9 @@ NON_FLOATING_VALUES: Final = "non_floating_values"
 EXTENSIONS: Final = frozenset({NON_FLOATING_VALUES})
 """Every entry of ``requires`` that this version reads."""
 
+UNVERSIONED: Final = "unversioned"
+"""Run id of an inverse delta that knows digests and no version: the delta that it undoes named none."""
+
 DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {
         "BOOL": torch.bool,
@@ -132,6 +135,7 @@ class Reason(StrEnum):
     ALIAS_CONFLICT = "alias_conflict", "memory shared by several tensors would get a change that not all of them state"
     BASE_MISMATCH = "base_mismatch", "the state is not the one that the delta starts from"
     DIGEST_MISMATCH = "digest_mismatch", "a digest does not fit the state that it is said to describe"
+    INCOMPLETE = "incomplete", "parts that are not a whole update: missing, repeated, overlapping or of another update"
     WRITE_FAILED = "write_failed", "a write failed; what was written has been undone unless the detail says otherwise"
 
     # Engine
@@ -370,6 +374,11 @@ class Lineage:
         part = self.part
         _field("part", part, part is None or _is_part(part), "[i, n] with 0 <= i < n")
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether the delta is one part of several."""
+        return self.part is not None and self.part[1] > 1
+
     @classmethod
     def from_json(cls, value: object) -> Lineage:
         """The lineage in a JSON value; `DeltaError` (bad_metadata) unless it is an object with the right types."""
@@ -446,9 +455,10 @@ class Delta:
             seen.add(patch.name)
         check_extra(self.extra)
         least = sum(patch.numel for patch in self.patches)
-        if not is_int(self.total_elements) or self.total_elements < least:
+        if not is_int(self.total_elements) or not least <= self.total_elements <= MAX_ELEMENTS:
             found = _brief(self.total_elements)
-            raise DeltaError(Reason.COUNT_MISMATCH, f"total_elements: expected an integer >= {least}, found {found}")
+            detail = f"total_elements: expected an integer from {least} to 2^63 - 1, found {found}"
+            raise DeltaError(Reason.COUNT_MISMATCH, detail)
 
     @property
     def changed_elements(self) -> int:
