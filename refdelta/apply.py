@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from refdelta import bits
+from refdelta.checkpoint import Checkpoint
+from refdelta.checkpoint_apply import patch_checkpoint
 from refdelta.compose import compose as compose
 from refdelta.compose import join as join
 from refdelta.container import Entry, Header, read_header, shown, strict_json
@@ -271,6 +273,23 @@ def apply_delta(delta: Delta, weights: Weights, *, digest: str | None = None) ->
     inverse = Delta(old, delta.total_elements, lineage)
     _write(delta, tensors, inverse)
     return inverse
+
+
+def apply_to_checkpoint(
+    delta_path: str | os.PathLike[str],
+    checkpoint_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write the checkpoint ``checkpoint_dir`` with the delta ``delta_path`` applied to ``out_dir``.
+
+    A checkpoint is a directory of safetensors shards, with or without an index, or one file. Streamed: the delta and a
+    piece of one tensor are in memory. Names, order, dtypes and header metadata stay, other files are copied; see
+    `refdelta.checkpoint_apply.patch_checkpoint` for what is not, and for what is refused.
+    """
+    with Checkpoint(checkpoint_dir) as source:
+        patch_checkpoint(read_delta(delta_path), source, Path(out_dir), overwrite=overwrite)
 
 
 def _digest_after(delta: Delta, old: Sequence[TensorPatch], digest: str) -> str:

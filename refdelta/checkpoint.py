@@ -52,6 +52,10 @@ class Shard:
         read_into(data.numpy().data, read)
         return data
 
+    def info(self, key: str) -> TensorInfo:
+        """Shape and dtype of a tensor."""
+        return _info(self.header.entries[key])
+
     def runs(self, key: str) -> Iterator[tuple[int, Tensor]]:
         """The elements of a tensor in row-major order: (first position, 1-D tensor of at most `RUN_BYTES`)."""
         entry, dtype = self.header.entries[key], DTYPES[self.header.entries[key].dtype]
@@ -102,7 +106,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def info(self, name: str) -> TensorInfo:
         """Shape and dtype of a tensor."""
-        return _info(self._shard_of[name].header.entries[name])
+        return self._shard_of[name].info(name)
 
     def infos(self) -> dict[str, TensorInfo]:
         """Shape and dtype of every tensor, in order."""

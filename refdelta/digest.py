@@ -88,6 +88,14 @@ def positions_digest(name: str, dtype: torch.dtype, shape: tuple[int, ...], indi
     return _text(_sum_at(bits.bit_view(bits.resolved(values)), indices.to(values.device), seed))
 
 
+def run_digest(name: str, dtype: torch.dtype, shape: tuple[int, ...], start: int, run: Tensor) -> str:
+    """The share of ``run`` ([n], ``dtype``), the elements at positions ``start`` to ``start + n - 1``. O(n)."""
+    if run.dtype != dtype:
+        raise DeltaError(Reason.DTYPE_MISMATCH, f"expected {dtype}, found {run.dtype}", name)
+    seed, _ = _identity(name, dtype, shape)
+    return _text(sum(bits.map_pieces(lambda at, piece: _sum_of_run(piece, seed + (start + at) * GAMMA), run)))
+
+
 def roll_digest(digest: str, patch: TensorPatch, old_values: Tensor) -> str:
     """The digest of a state (or of the tensor) after ``patch``, from the one before. O(changed).
 

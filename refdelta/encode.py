@@ -17,6 +17,7 @@ from refdelta import bits
 from refdelta.apply import apply_delta
 from refdelta.digest import ZERO, add, layer_digests, roll_digest
 from refdelta.files import new_directory, write_file, write_hashed
+from refdelta.layout_map import TensorInfo
 from refdelta.spec import (
     DELTA_FILE,
     DTYPE_CODES,
@@ -135,7 +136,7 @@ def _host_copy(t: Tensor) -> Tensor:
 
 
 def _diff(base: Mapping[str, Tensor], target: Mapping[str, Tensor], device: str | None) -> Delta:
-    _check_comparable(base, target)
+    check_comparable(base, target)
     patches = []
     for name in sorted(target):
         new = target[name].detach()
@@ -146,7 +147,7 @@ def _diff(base: Mapping[str, Tensor], target: Mapping[str, Tensor], device: str 
     return Delta(tuple(patches), total_elements(target))
 
 
-def _check_comparable(base: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+def check_comparable(base: Mapping[str, Tensor | TensorInfo], target: Mapping[str, Tensor | TensorInfo]) -> None:
     """Refuse states that differ in names, shapes or dtypes; the message lists all of it, the reason is the first."""
     both = sorted(base.keys() & target.keys())
     faults = {

@@ -217,7 +217,7 @@ def check_shape(shape: object, tensor: str | None = None) -> tuple[int, ...]:
 
 
 def count_elements(shape: Sequence[int]) -> int:
-    """Number of elements of a shape; where it is beyond `MAX_ELEMENTS`, some number beyond, found without large ones."""
+    """Number of elements of a shape; beyond `MAX_ELEMENTS` some number beyond, found without multiplying on."""
     if 0 in shape:
         return 0
     count = 1
