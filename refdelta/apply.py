@@ -60,13 +60,23 @@ def read_delta(path: str | os.PathLike[str], *, device: str | torch.device = "cp
 
     Everything that the format promises is checked, the header before any tensor is made; raises `DeltaError`.
     """
-    with Folder(Path(path)) as folder:
-        metadata = _read_metadata(folder)
-        with folder.open(DELTA_FILE) as file:
-            header = read_header(file)
-            layers = _check_layers(metadata, header)
-            _check_counts(metadata, layers)
-            tensors = _read_tensors(file, header, metadata.lineage)
+    while True:
+        with Folder(Path(path)) as folder:
+            try:
+                return _read(folder, device)
+            except DeltaError:
+                if folder.is_current():
+                    raise
+        # Another delta was put in this one's place while it was read.
+
+
+def _read(folder: Folder, device: str | torch.device) -> Delta:
+    metadata = _read_metadata(folder)
+    with folder.open(DELTA_FILE) as file:
+        header = read_header(file)
+        layers = _check_layers(metadata, header)
+        _check_counts(metadata, layers)
+        tensors = _read_tensors(file, header, metadata.lineage)
     patches = []
     for number, layer in enumerate(layers):
         indices, values = tensors[f"{number}.indices"], tensors[f"{number}.values"]

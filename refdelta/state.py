@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from refdelta.names import checkpoint_names
 from refdelta.spec import DTYPE_CODES, DeltaError, Reason, check_name, check_shape
 
 Weights: TypeAlias = Mapping[str, Tensor] | nn.Module
@@ -15,9 +16,16 @@ Weights: TypeAlias = Mapping[str, Tensor] | nn.Module
 
 
 def named_tensors(weights: Weights) -> dict[str, Tensor]:
-    """The tensors of a state by name. Of a module: what its ``state_dict`` holds, tied names each."""
-    items = weights.state_dict(keep_vars=True) if isinstance(weights, nn.Module) else weights
-    return {name: t for name, t in items.items() if isinstance(t, Tensor)}
+    """The tensors of a state by name: a mapping's as it names them.
+
+    Of a module: what its ``state_dict`` holds (parameters, frozen ones too, and persistent buffers), tied names each,
+    under the names that a checkpoint has, without those of wrappers (`refdelta.names`); two that become one are refused
+    (duplicate_name).
+    """
+    if not isinstance(weights, nn.Module):
+        return {name: t for name, t in weights.items() if isinstance(t, Tensor)}
+    held = {name: t for name, t in weights.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    return {name: held[trainers] for trainers, name in checkpoint_names(held).items()}
 
 
 def first_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
