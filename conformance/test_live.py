@@ -15,7 +15,7 @@ import pytest
 
 from conformance import checkpoints, oracle
 from conformance.checkpoints import Checkpoint
-from conformance.live import changes, judge, mutants
+from conformance.live import changes, judge, probe
 from conformance.live.row import Backend, Row
 from conformance.live.truth import Truths
 from conformance.options import Options, options_of
@@ -49,14 +49,21 @@ def row(
     """The engine under test; started by the first check that needs it."""
     model, tp = request.param
     scratch = tmp_path_factory.mktemp("row")
-    backend = Backend() if options.mutant is None else replace(Backend(), modules=(mutants.module(options.mutant),))
-    made = Row(_checkpoint(model, options, scratch), tp, backend, truths, scratch)
+    made = Row(_checkpoint(model, options, scratch), tp, _backend(options), truths, scratch)
     yield made
     made.close()
 
 
 def _checkpoint(model: str, options: Options, scratch: Path) -> Checkpoint:
     return checkpoints.given(model) if options.checkpoint else checkpoints.make(model, scratch / "base")
+
+
+def _backend(options: Options) -> Backend:
+    """refdelta's, with the fault ``--mutant MODULE:FUNCTION`` in this process (which encodes) and in every worker."""
+    if options.mutant is None:
+        return Backend()
+    probe.load(options.mutant)
+    return Backend(modules=(options.mutant,))
 
 
 @pytest.fixture

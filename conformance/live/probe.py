@@ -20,15 +20,23 @@ from safetensors.torch import save_file
 UNPACK = "CONFORMANCE_UNPACK"
 """Environment: "1" keeps CPU weights unpacked with the suite's own switch (truth engines; backends without one)."""
 PLUGINS = "CONFORMANCE_PLUGINS"
-"""Environment: comma-separated modules that every process of the engine imports."""
+"""Environment: what every process of the engine loads, separated by commas; see `load`."""
 
 
 def prepare_process() -> None:
     """Apply what the environment asks for; the front end and every worker call it before an engine is built."""
     if os.environ.get(UNPACK) == "1":
         keep_weights_unpacked()
-    for module in filter(None, os.environ.get(PLUGINS, "").split(",")):
-        importlib.import_module(module)
+    for plugin in filter(None, os.environ.get(PLUGINS, "").split(",")):
+        load(plugin)
+
+
+def load(plugin: str) -> None:
+    """Load a plugin: ``MODULE`` is imported, of ``MODULE:FUNCTION`` the function is called too."""
+    module, _, function = plugin.partition(":")
+    found = importlib.import_module(module)
+    if function:
+        getattr(found, function)()
 
 
 def keep_weights_unpacked() -> None:

@@ -387,6 +387,11 @@ def test_a_header_without_metadata_is_fine(tmp_path: Path) -> None:
 
 ENTRY = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
 
+OVERLAP = {
+    "0.indices": {"dtype": "I32", "shape": [2], "data_offsets": [0, 8]},
+    "0.values": {"dtype": "BF16", "shape": [2], "data_offsets": [4, 8]},
+}
+
 CONTAINERS: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "0 bytes"),
     "seven bytes": (b"\x00" * 7, "7 bytes"),
@@ -402,6 +407,7 @@ CONTAINERS: dict[str, tuple[bytes, str]] = {
     "deep": (container(b'{"a":' * 50_000), "nested"),
     "fault 8: duplicate key": (container(b'{"0.values":' + ENTRY + b',"0.values":' + ENTRY + b"}"), "duplicate"),
     "duplicate key in an entry": (container(b'{"a":{"shape":[0],"shape":[0]}}'), "duplicate"),
+    "values in the bytes of the indices": (container(OVERLAP, b"\x00" * 8), "overlaps"),
     "data without a tensor": (container(b"{}", b"\x00"), "data at 1"),
 }
 
