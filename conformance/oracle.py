@@ -18,6 +18,7 @@ Deltas (a *state* is a mapping name -> tensor)::
     write_delta(directory, patches, total_elements, **overrides) -> Path
     draft(patches, total), disassemble(directory) -> Draft    a delta taken apart, to be changed and written
     read_delta(directory) -> RawDelta     strict: raises OracleError naming the first thing that is wrong
+    read_lineage(directory)               its lineage as strictly, None where it has none
     canonical_payload(patches) -> bytes   the bytes of `delta.safetensors` that the format prescribes
 
 Whole states as safetensors files, for children and for programs: ``save_state(path, state)``, ``load_state(path)``.
@@ -470,6 +471,45 @@ def read_delta(directory: Path) -> RawDelta:
     _require(not undeclared, f"values of {undeclared} without the extension {NON_FLOATING}")
     codes = tuple(by_key[f"{i}.indices"].code for i in range(len(names)))
     return RawDelta(metadata, patches, codes, start, sum(len(entry.data) for entry in entries))
+
+
+def read_lineage(directory: Path) -> dict[str, Any] | None:
+    """The lineage of a delta, None where it has none; OracleError names the first field that is wrong."""
+    lineage = json.loads((directory / METADATA_FILE).read_text(encoding="utf-8")).get("lineage")
+    if lineage is None:
+        return None
+    _require(isinstance(lineage, dict), f"lineage {lineage!r}")
+    for field_name, is_right in _LINEAGE.items():
+        required = field_name in ("run_id", "version")
+        value = lineage.get(field_name)
+        _require((value is None and not required) or is_right(value), f"lineage.{field_name} {value!r}")
+    expected = lineage.get("payload_sha256")
+    found = hashlib.sha256((directory / DELTA_FILE).read_bytes()).hexdigest()
+    _require(expected in (None, found), f"payload_sha256 {expected}, not {found}")
+    return dict(lineage)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+_LINEAGE: Mapping[str, Callable[[Any], bool]] = {
+    "run_id": lambda value: _is_text(value) and bool(value),
+    "version": _is_count,
+    "base_version": _is_count,
+    "base_digest": _is_text,
+    "digest": _is_text,
+    "layer_digests": lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
+    "payload_sha256": lambda value: _is_text(value) and len(value) == 64 and set(value) <= set("0123456789abcdef"),
+    "part": lambda value: (
+        isinstance(value, list) and len(value) == 2 and all(map(_is_count, value)) and value[0] < value[1]
+    ),
+}
+"""Field of a lineage -> whether its value is right."""
 
 
 def _read_patch(number: int, name: str, shape: Sequence[int], by_key: Mapping[str, Entry]) -> Patch:
