@@ -189,6 +189,12 @@ def write_delta(delta: Delta, path: str | os.PathLike[str], *, overwrite: bool =
     return target
 
 
+def canonical_payload(delta: Delta) -> Iterator[bytes | memoryview]:
+    """The bytes that `write_delta` gives ``delta.safetensors``, in pieces."""
+    patches = [_canonical(patch) for patch in sorted(delta.patches, key=lambda patch: patch.name)]
+    return _payload(_header_bytes(patches), patches)
+
+
 def _is_delta_directory(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and {*os.listdir(path)} <= {DELTA_FILE, METADATA_FILE}
 

@@ -20,7 +20,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("digest",),
     ("compose",),
     ("encode", "apply", "layout_map", "checkpoint", "checkpoint_apply"),
-    ("checkpoint_diff", "checkpoint_verify"),
+    ("checkpoint_diff", "checkpoint_checks"),
+    ("checkpoint_verify",),
     ("store", "telemetry", "trainer", "vllm"),
     ("gate", "cli", "__init__"),
 )
