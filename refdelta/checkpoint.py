@@ -28,7 +28,7 @@ __all__ = ["INDEX_FILE", "RUN_BYTES", "Checkpoint", "Shard"]
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 
-RUN_BYTES: Final = 1 << 24
+RUN_BYTES: Final = 1 << 21
 """Bytes of the runs in which tensors are streamed."""
 
 
