@@ -149,12 +149,12 @@ def _span(chain: Sequence[Delta]) -> Lineage | None:
 def _last_layer_digests(chain: Sequence[Delta]) -> Mapping[str, str] | None:
     """Per layer the digest after the last delta that changes it; none where that one does not say."""
     found: dict[str, str] = {}
-    for delta in chain:
-        said = (delta.lineage.layer_digests if delta.lineage else None) or {}
-        for name in [patch.name for patch in delta.patches if patch.name not in said]:
-            found.pop(name, None)
-        found.update(said)
-    return found or None
+    stated = [delta.lineage.layer_digests if delta.lineage else None for delta in chain]
+    for delta, said in zip(chain, stated, strict=True):
+        for patch in delta.patches:
+            found.pop(patch.name, None)
+        found.update(said or {})
+    return None if all(said is None for said in stated) else found
 
 
 def _common_lineage(parts: Sequence[Delta]) -> Lineage:

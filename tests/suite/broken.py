@@ -86,7 +86,23 @@ class Plain:
         links = [link for link in known if None not in link]
         return before.get("run_id") == after.get("run_id") and all(a == b for a, b in links) and bool(links)
 
+    def span(self, deltas: Sequence[Path], names: Sequence[str]) -> dict[str, Any] | None:
+        """The lineage of the whole range; `names` are the layers that it changes."""
+        lineages = [lineage for delta in deltas if (lineage := oracle.read_lineage(delta))]
+        if not lineages:
+            return None
+        layers: dict[str, str] = {}
+        for lineage in lineages:
+            layers |= lineage.get("layer_digests", {})
+        first, last = lineages[0], lineages[-1]
+        ends = {key: first.get(key) for key in ("base_version", "base_digest")}
+        ends |= {key: last.get(key) for key in ("run_id", "version", "digest")}
+        return {**ends, "layer_digests": {name: layers[name] for name in names if name in layers}}
+
     def check_chain(self, deltas: Sequence[Path]) -> None:
+        for delta in deltas:
+            if (oracle.read_lineage(delta) or {}).get("part") not in (None, [0, 1]):
+                raise ValueError("one part of several")
         for before, after in pairwise(deltas):
             one, two = oracle.read_lineage(before), oracle.read_lineage(after)
             if (one is None) != (two is None) or (one and two and not self.follows(one, two)):
@@ -107,10 +123,13 @@ class Plain:
             found[patch.name] = patch, self.merge(found[patch.name][1], own) if patch.name in found else own
         merged = [
             replace(patch, indices=np.array(sorted(new)), bits=np.array([new[at] for at in sorted(new)]))
-            for patch, new in found.values()
+            for _, (patch, new) in sorted(found.items())
         ]
         totals = [oracle.read_delta(delta).metadata["total_elements"] for delta in deltas]
-        oracle.write_delta(out, merged, totals[0])
+        span = self.span(deltas, [patch.name for patch in merged])
+        parts = oracle.draft(merged, totals[0])
+        parts.metadata |= {"lineage": span} if span else {}
+        parts.write(out)
 
     def digest(self, weights: Mapping[str, Tensor]) -> str:
         return digests.state_digest(weights)
@@ -123,7 +142,7 @@ class Plain:
     def follow(self, delta: Path, weights: MutableMapping[str, Tensor], digest: str) -> str:
         patches = self.read(delta)
         self.check(patches, weights)
-        lineage = oracle.read_lineage(delta) or {}
+        lineage = {key: value for key, value in (oracle.read_lineage(delta) or {}).items() if value is not None}
         after = self.digest(oracle.expected_state(weights, patches))
         if not self.fits(lineage, digest, after):
             raise ValueError(f"the state goes from {digest} to {after}, the delta's lineage is {lineage}")
