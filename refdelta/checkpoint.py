@@ -130,7 +130,16 @@ class Checkpoint(Mapping[str, Tensor]):
         if self.is_file:
             file = self._stack.enter_context(open_file(self.path, Reason.NOT_A_CHECKPOINT))
             return (_shard(self.path, self.path.name, file),)
-        folder = self._stack.enter_context(Folder(self.path, Reason.NOT_A_CHECKPOINT))
+        while True:
+            with Folder(self.path, Reason.NOT_A_CHECKPOINT) as folder:
+                try:
+                    return self._open_all(folder)
+                except DeltaError:
+                    if folder.is_current():
+                        raise
+            # Another checkpoint was put in this one's place while it was opened.
+
+    def _open_all(self, folder: Folder) -> tuple[Shard, ...]:
         files = os.listdir(folder.fd)
         if INDEX_FILE in files:
             return self._open_indexed(folder)

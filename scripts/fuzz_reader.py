@@ -54,18 +54,22 @@ HOSTILE: Sequence[Any] = (
 """JSON values of unexpected types and sizes."""
 
 
-RAW_NUMBERS = (
-    b"NaN",
-    b"Infinity",
-    b"-Infinity",
-    b"1e999",
-    b"-1e999",
-    b"9" * 5000,
-    b"1" + b"0" * 400,
-    b"1E400",
-    b"0x10",
+RAW_NUMBERS: Sequence[bytes] = (
+    *(
+        b"NaN",
+        b"Infinity",
+        b"-Infinity",
+        b"1e999",
+        b"-1e999",
+        b"1E400",
+        b"1e-400",
+        b"-0",
+        b"9" * 5000,
+        b"1" * 400 + b".5",
+    ),
+    *(b"0x10", b"01", b"1.", b"--1", b"1_000", "\u0661".encode(), b"1" + b"0" * 400),
 )
-RAW_NUMBERS += (b"01", b"1.", b"--1", b"1_000", "\u0661".encode(), b"1e-400", b"-0", b"1" * 400 + b".5")
+"""Numbers, and what other parsers take for them."""
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -396,9 +400,8 @@ def place(files: Files, special: str | None, rng: random.Random, directory: Path
         (directory.parent / "elsewhere").write_bytes(content)
         path.symlink_to(directory.parent / "elsewhere")
     else:
-        path.symlink_to(
-            {"link to nothing": "nowhere", "link to itself": path, "link to a device": "/dev/zero"}[special]
-        )
+        places = {"link to nothing": "nowhere", "link to itself": path.name, "link to a device": "/dev/zero"}
+        path.symlink_to(places[special])
 
 
 def read(directory: Path, is_delta: bool) -> str:

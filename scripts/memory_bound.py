@@ -51,7 +51,7 @@ def make(directory: Path, mib: int, density_pct: float) -> Made:
     shapes |= {f"model.layers.{i}.mlp.weight": (rows // 64, COLUMNS) for i in range(48)}
     rng, names, changed = np.random.default_rng(5), list(shapes), 0
     folders = [directory / "base", directory / "target"]
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for folder in folders:
         folder.mkdir()
     for shard in range(SHARDS):
@@ -62,7 +62,7 @@ def make(directory: Path, mib: int, density_pct: float) -> Made:
     for folder in folders:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
         (folder / "config.json").write_text("{}")
-    return Made(*folders, 2 * COLUMNS * shapes[names[0]][0], changed)
+    return Made(folders[0], folders[1], 2 * COLUMNS * shapes[names[0]][0], changed)
 
 
 def _write_shards(
