@@ -103,7 +103,7 @@ class Reason(StrEnum):
     # Files
     NOT_A_DELTA = "not_a_delta", "no such directory, or one that does not hold both files of a delta"
     NOT_A_CHECKPOINT = "not_a_checkpoint", "no such file, or a directory without the safetensors files of a checkpoint"
-    UNREADABLE = "unreadable", "a file exists but cannot be read whole: not a regular file, an I/O error, cut short"
+    UNREADABLE = "unreadable", "a file exists but cannot be opened or read: not a regular file, an I/O error, cut short meanwhile"
     TARGET_EXISTS = "target_exists", "the place to write to exists already"
 
     # Metadata
@@ -608,8 +608,9 @@ def _compact(value: object) -> str:
 def header_bound(delta: Delta) -> int:
     """Upper bound of the bytes of delta.safetensors that are not payload: 64 + 256 per layer + twice its JSON name.
 
-    Two header entries are at most 2 * 103 bytes with 19-digit numbers in every field; a name is written once, as a JSON
-    text inside a JSON text, which at most doubles it once more.
+    Two header entries take at most 120 and 127 bytes, with six digits for the layer's number (a header of 100 MB holds
+    no more layers) and nineteen for all others. A name stands in a JSON text inside a JSON text, which at most doubles
+    it, with a comma. The rest is the length field, ``__metadata__`` and padding: at most 52 bytes.
     """
     return 64 + sum(256 + 2 * len(_compact(patch.name).encode()) for patch in delta.patches)
 
