@@ -103,7 +103,7 @@ class Reason(StrEnum):
     # Files
     NOT_A_DELTA = "not_a_delta", "no such directory, or one that does not hold both files of a delta"
     NOT_A_CHECKPOINT = "not_a_checkpoint", "no such file, or a directory without the safetensors files of a checkpoint"
-    UNREADABLE = "unreadable", "a file exists but cannot be opened or read: not a regular file, an I/O error, cut short meanwhile"
+    UNREADABLE = "unreadable", "a file exists but cannot be read: not a regular file, an I/O error, cut short meanwhile"
     TARGET_EXISTS = "target_exists", "the place to write to exists already"
 
     # Metadata
@@ -115,7 +115,7 @@ class Reason(StrEnum):
     BAD_NAME = "bad_name", "a layer name is not a non-empty text that UTF-8 can encode"
     DUPLICATE_NAME = "duplicate_name", "a layer name occurs twice"
     BAD_SHAPE = "bad_shape", "a shape is not a list of non-negative integers, or has more than 2^63 - 1 elements"
-    COUNT_MISMATCH = "count_mismatch", "changed, total or density is not what the payload holds"
+    COUNT_MISMATCH = "count_mismatch", "changed, total or density is not what the payload or the state holds"
 
     # Payload
     BAD_HEADER = "bad_header", "the safetensors header is malformed or does not describe the bytes of the file"
@@ -132,8 +132,8 @@ class Reason(StrEnum):
     UNKNOWN_TENSOR = "unknown_tensor", "a name that the other side does not hold"
     SHAPE_MISMATCH = "shape_mismatch", "shapes of one tensor differ between the two sides"
     DTYPE_MISMATCH = "dtype_mismatch", "dtypes of one tensor differ between the two sides"
-    ALIAS_CONFLICT = "alias_conflict", "memory shared by several tensors would get a change that not all of them state"
-    BASE_MISMATCH = "base_mismatch", "the state is not the one that the delta starts from"
+    ALIAS_CONFLICT = "alias_conflict", "memory is shared, and not everything that shares it states the change"
+    BASE_MISMATCH = "base_mismatch", "the state, or the delta before, is not what the delta starts from"
     DIGEST_MISMATCH = "digest_mismatch", "a digest does not fit the state that it is said to describe"
     INCOMPLETE = "incomplete", "parts that are not a whole update: missing, repeated, overlapping or of another update"
     WRITE_FAILED = "write_failed", "a write failed; what was written has been undone unless the detail says otherwise"

@@ -28,6 +28,7 @@ from refdelta import (
     read_delta,
     write_delta,
 )
+from refdelta.apply import compose
 from refdelta.digest import state_digest
 from refdelta.spec import INVARIANTS, UNVERSIONED, copy_state
 from tests.codec.support import assert_same, bf16, edit_metadata
@@ -149,6 +150,18 @@ def test_fault_17_the_baseline_moves_on_acknowledgement() -> None:
     receiver = copy_state(a)
     apply_delta(again, receiver, digest=state_digest(a))
     assert_same(receiver, c)
+
+
+def test_fault_19_files_of_an_earlier_run_in_the_same_place() -> None:
+    """Versions start again at 1: the run tells them apart, whoever reads them."""
+    a, b = state(1, 2, 3), state(9, 2, 3)
+    earlier = DeltaEncoder(a, run_id="monday").encode(b)
+    encoder = DeltaEncoder(a, run_id="tuesday")
+    error = refused(Reason.BASE_MISMATCH, lambda: encoder.commit(earlier))
+    assert "monday" in error.detail
+    assert "tuesday" in error.detail
+    encoder.commit(encoder.encode(state(1, 5, 3)))
+    refused(Reason.BASE_MISMATCH, lambda: compose([earlier, encoder.encode(b)]))
 
 
 def test_fault_21_everything_since_the_last_commit_is_sent() -> None:
