@@ -33,10 +33,22 @@ def applied(engine: Codec, delta: Path, base: State) -> dict[str, Tensor]:
 
 def refusal(engine: Codec, delta: Path, base: State) -> Exception:
     """The exception with which the engine refuses the delta, the weights being as they were."""
+    return raised(lambda weights: engine.apply(delta, weights), base)
+
+
+def raised(attempt: Callable[[dict[str, Tensor]], object], base: State) -> Exception:
+    """The exception with which an attempt on a copy of `base` ends, the copy being as it was."""
     weights = clone(base)
     try:
-        engine.apply(delta, weights)
+        found = attempt(weights)
     except Exception as error:
         assert_bit_equal(base, weights, f"refused ({error}), and yet the state changed")
         return error
-    raise AssertionError(f"taken, and should be refused: {delta}")
+    raise AssertionError(f"taken, and should be refused: {found}")
+
+
+def assert_reason(engine: Codec, error: Exception, *reasons: str) -> None:
+    """An engine that states reasons has stated one of these."""
+    if "reasons" in engine.capabilities:
+        found = str(getattr(error, "reason", None))
+        assert found in reasons, f"reason: expected {' or '.join(sorted(reasons))}, found {found} ({error})"

@@ -29,11 +29,19 @@ CAPABILITIES: Mapping[str, str] = {
     "reasons": "a refusal carries the format's reason code as `reason` of the exception",
     "inverts": "invert(delta, weights, out): apply, and write the inverse delta",
     "composes": "compose(deltas, out): write one delta that equals several applied in order",
+    "digests": "digest(weights): the state digest `rd1` of a state",
+    "lineage": "follow(delta, weights, digest): apply to the state of this digest, or refuse; return the one after",
     "routes": "route(layout, name, indices, values): a patch in the coordinates of one rank's parameters",
 }
 """Everything that an engine may offer beyond the protocol: id -> what it promises."""
 
-_METHODS = {"inverts": "invert", "composes": "compose", "routes": "route"}
+_METHODS = {
+    "inverts": "invert",
+    "composes": "compose",
+    "digests": "digest",
+    "lineage": "follow",
+    "routes": "route",
+}
 
 
 class Codec(Protocol):
@@ -60,6 +68,16 @@ class FullCodec(Codec, Protocol):
     def compose(self, deltas: Sequence[Path], out: Path) -> None:
         """Write into `out` one delta that does what `deltas` do when applied in this order."""
 
+    def digest(self, weights: Mapping[str, Tensor]) -> str:
+        """The state digest as text, `rd1:` and sixteen hexadecimal digits."""
+
+    def follow(self, delta: Path, weights: MutableMapping[str, Tensor], digest: str) -> str:
+        """Apply as `apply` does to weights whose state digest is `digest`, and return the one after.
+
+        Refuse by raising, with nothing changed, a delta whose lineage states another base digest, or a digest that the
+        change does not lead to, another SHA-256 of the payload, or that it is one part of several.
+        """
+
     def route(self, layout: Layout, name: str, indices: Tensor, values: Tensor) -> Sequence[tuple[str, Tensor, Tensor]]:
         """Where the change of checkpoint tensor `name` goes: parameter, I64 flat row-major positions in it, values.
 
@@ -71,7 +89,7 @@ class Reference:
     """refdelta's own codec, and its layout map."""
 
     name = "reference"
-    capabilities = frozenset(CAPABILITIES) - {"composes"}
+    capabilities = frozenset(CAPABILITIES)
 
     def encode(self, base: Mapping[str, Tensor], target: Mapping[str, Tensor], out: Path) -> None:
         from refdelta.encode import diff, write_delta
@@ -88,6 +106,24 @@ class Reference:
         from refdelta.encode import write_delta
 
         write_delta(apply_delta(read_delta(delta), weights), out)
+
+    def compose(self, deltas: Sequence[Path], out: Path) -> None:
+        from refdelta.apply import compose, read_delta
+        from refdelta.encode import write_delta
+
+        write_delta(compose([read_delta(delta) for delta in deltas]), out)
+
+    def digest(self, weights: Mapping[str, Tensor]) -> str:
+        from refdelta.digest import state_digest
+
+        return state_digest(weights)
+
+    def follow(self, delta: Path, weights: MutableMapping[str, Tensor], digest: str) -> str:
+        from refdelta.apply import apply_delta, read_delta
+
+        lineage = apply_delta(read_delta(delta), weights, digest=digest).lineage
+        assert lineage is not None, "an inverse that was made with a digest states digests"
+        return str(lineage.base_digest)
 
     def route(self, layout: Layout, name: str, indices: Tensor, values: Tensor) -> Sequence[tuple[str, Tensor, Tensor]]:
         from refdelta.spec import TensorPatch

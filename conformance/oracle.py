@@ -18,6 +18,7 @@ Deltas (a *state* is a mapping name -> tensor)::
     write_delta(directory, patches, total_elements, **overrides) -> Path
     draft(patches, total), disassemble(directory) -> Draft    a delta taken apart, to be changed and written
     read_delta(directory) -> RawDelta     strict: raises OracleError naming the first thing that is wrong
+    read_lineage(directory)               its lineage as strictly, None where it has none
     canonical_payload(patches) -> bytes   the bytes of `delta.safetensors` that the format prescribes
 
 Whole states as safetensors files, for children and for programs: ``save_state(path, state)``, ``load_state(path)``.
@@ -269,6 +270,22 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
+def _no_constant(text: str) -> None:
+    raise OracleError(f"{text} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if number in (float("inf"), float("-inf")):
+        raise OracleError(f"{text} is no finite number")
+    return number
+
+
+def strict_json(raw: bytes) -> Any:
+    """JSON in UTF-8 without doubled keys and without numbers that are not finite; ValueError for anything else."""
+    return json.loads(raw.decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite)
+
+
 def unpack(raw: bytes) -> tuple[list[Entry], dict[str, str], int]:
     """Entries in the order of their data, header metadata, and the bytes before the data; strict."""
     if len(raw) < 8:
@@ -277,8 +294,12 @@ def unpack(raw: bytes) -> tuple[list[Entry], dict[str, str], int]:
     start = 8 + length
     if start > len(raw) or length > MAX_HEADER_BYTES:
         raise OracleError(f"header of {length} bytes in a file of {len(raw)}")
-    header = json.loads(raw[8:start].decode(), object_pairs_hook=_no_duplicates)
+    if raw[8:9] != b"{":
+        raise OracleError("the header does not start with {")
+    header = strict_json(raw[8:start])
     metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise OracleError(f"__metadata__ {metadata}")
     entries, offset = [], 0
     for key, spec in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = spec["data_offsets"]
@@ -436,7 +457,8 @@ def _require(condition: bool, text: str) -> None:
 
 
 def _metadata(directory: Path) -> dict[str, Any]:
-    metadata = json.loads((directory / METADATA_FILE).read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+    metadata = strict_json((directory / METADATA_FILE).read_bytes())
+    _require(isinstance(metadata, dict), f"metadata {metadata!r}")
     _require(metadata.get("format") == "sparse_delta", f"format {metadata.get('format')!r}")
     _require(metadata.get("format_version") == 2, f"format_version {metadata.get('format_version')!r}")
     names, shapes = metadata["layer_names"], metadata["layer_shapes"]
@@ -445,8 +467,12 @@ def _metadata(directory: Path) -> dict[str, Any]:
     _require(len(names) == len(shapes) == len(set(names)), f"names {names} against shapes {shapes}")
     dims = [dim for shape in shapes for dim in shape]
     _require(all(type(dim) is int and dim >= 0 for dim in dims), f"layer_shapes {shapes}")
-    requires = metadata.get("requires", [])
+    requires = metadata.get("requires") or []
     _require(isinstance(requires, list) and set(requires) <= {NON_FLOATING}, f"requires {requires}")
+    for key in ("base_model", "model_id", "kind", "created_at"):
+        _require(isinstance(metadata.get(key), str | None), f"{key} {metadata.get(key)!r}")
+    stamp = metadata.get("timestamp")
+    _require(isinstance(stamp, int | float | None) and not isinstance(stamp, bool), f"timestamp {stamp!r}")
     return dict(metadata)
 
 
@@ -455,7 +481,7 @@ def read_delta(directory: Path) -> RawDelta:
     metadata = _metadata(directory)
     entries, header_metadata, start = unpack((directory / DELTA_FILE).read_bytes())
     names, shapes = metadata["layer_names"], metadata["layer_shapes"]
-    declared = json.loads(header_metadata.get("layer_names", "null"))
+    declared = strict_json(header_metadata.get("layer_names", json.dumps(names)).encode())
     _require(declared == names, f"the header's layer_names {declared} against the metadata's {names}")
     by_key = {entry.key: entry for entry in entries}
     keys = {f"{i}.{part}" for i in range(len(names)) for part in ("indices", "values")}
@@ -465,11 +491,50 @@ def read_delta(directory: Path) -> RawDelta:
     )
     _check_counts(metadata, patches)
     undeclared = [
-        p.code for p in patches if p.code not in FLOATING and NON_FLOATING not in metadata.get("requires", [])
+        p.code for p in patches if p.code not in FLOATING and NON_FLOATING not in (metadata.get("requires") or [])
     ]
     _require(not undeclared, f"values of {undeclared} without the extension {NON_FLOATING}")
     codes = tuple(by_key[f"{i}.indices"].code for i in range(len(names)))
     return RawDelta(metadata, patches, codes, start, sum(len(entry.data) for entry in entries))
+
+
+def read_lineage(directory: Path) -> dict[str, Any] | None:
+    """The lineage of a delta, None where it has none; OracleError names the first field that is wrong."""
+    lineage = json.loads((directory / METADATA_FILE).read_text(encoding="utf-8")).get("lineage")
+    if lineage is None:
+        return None
+    _require(isinstance(lineage, dict), f"lineage {lineage!r}")
+    for field_name, is_right in _LINEAGE.items():
+        required = field_name in ("run_id", "version")
+        value = lineage.get(field_name)
+        _require((value is None and not required) or is_right(value), f"lineage.{field_name} {value!r}")
+    expected = lineage.get("payload_sha256")
+    found = hashlib.sha256((directory / DELTA_FILE).read_bytes()).hexdigest()
+    _require(expected in (None, found), f"payload_sha256 {expected}, not {found}")
+    return dict(lineage)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+_LINEAGE: Mapping[str, Callable[[Any], bool]] = {
+    "run_id": lambda value: _is_text(value) and bool(value),
+    "version": _is_count,
+    "base_version": _is_count,
+    "base_digest": _is_text,
+    "digest": _is_text,
+    "layer_digests": lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
+    "payload_sha256": lambda value: _is_text(value) and len(value) == 64 and set(value) <= set("0123456789abcdef"),
+    "part": lambda value: (
+        isinstance(value, list) and len(value) == 2 and all(map(_is_count, value)) and value[0] < value[1]
+    ),
+}
+"""Field of a lineage -> whether its value is right."""
 
 
 def _read_patch(number: int, name: str, shape: Sequence[int], by_key: Mapping[str, Entry]) -> Patch:
@@ -489,6 +554,7 @@ def _check_counts(metadata: Mapping[str, Any], patches: Sequence[Patch]) -> None
     changed, total = sum(len(patch.indices) for patch in patches), metadata["total_elements"]
     counted = metadata["changed_elements"]
     _require(type(counted) is int and counted == changed, f"changed_elements {counted!r}, not {changed}")
-    _require(type(total) is int and total >= sum(patch.numel for patch in patches), f"total_elements {total!r}")
+    least = sum(patch.numel for patch in patches)
+    _require(type(total) is int and least <= total < 2**63, f"total_elements {total!r}")
     density = density_pct(changed, total)
     _require(abs(metadata["density_pct"] - density) < 1e-9, f"density_pct {metadata['density_pct']}, not {density}")

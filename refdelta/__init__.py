@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from refdelta.apply import apply_delta, read_delta
+    from refdelta.apply import apply_delta, apply_to_checkpoint, read_delta
     from refdelta.encode import DeltaEncoder, diff, write_delta
     from refdelta.spec import (
         DELTA_FILE,
@@ -41,13 +41,14 @@ __all__ = [
     "Reason",
     "TensorPatch",
     "apply_delta",
+    "apply_to_checkpoint",
     "diff",
     "read_delta",
     "write_delta",
 ]
 
 _MODULES = {
-    "apply": ("apply_delta", "read_delta"),
+    "apply": ("apply_delta", "apply_to_checkpoint", "read_delta"),
     "encode": ("DeltaEncoder", "diff", "write_delta"),
     "spec": (
         "DELTA_FILE",

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from refdelta import bits
+from refdelta.checkpoint import Checkpoint
+from refdelta.checkpoint_apply import patch_checkpoint
+from refdelta.compose import compose as compose
+from refdelta.compose import join as join
+from refdelta.container import Entry, Header, read_header, shown, strict_json
+from refdelta.digest import parse as parse_digest
+from refdelta.digest import roll_digest
+from refdelta.files import Folder, read_exactly
 from refdelta.spec import (
     DELTA_FILE,
     DTYPES,
@@ -29,6 +35,7 @@ from refdelta.spec import (
     MAX_HEADER_BYTES,
     METADATA_FILE,
     NON_FLOATING_VALUES,
+    UNVERSIONED,
     Delta,
     DeltaError,
     Lineage,
@@ -40,9 +47,7 @@ from refdelta.spec import (
     density_pct,
     is_int,
 )
-
-Weights: TypeAlias = Mapping[str, Tensor] | nn.Module
-"""A state: tensors by checkpoint name, or a module whose ``state_dict`` holds them."""
+from refdelta.state import Weights, first_names, named_tensors
 
 _PACKED_KEYS: Final = frozenset({"delta.indices_flat", "delta.values_flat", "delta.layer_lengths"})
 
@@ -55,13 +60,23 @@ def read_delta(path: str | os.PathLike[str], *, device: str | torch.device = "cp
 
     Everything that the format promises is checked, the header before any tensor is made; raises `DeltaError`.
     """
-    with _Folder(Path(path)) as folder:
-        metadata = _read_metadata(folder)
-        with folder.open(DELTA_FILE) as file:
-            header = read_header(file)
-            layers = _check_layers(metadata, header)
-            _check_counts(metadata, layers)
-            tensors = _read_tensors(file, header, metadata.lineage)
+    while True:
+        with Folder(Path(path)) as folder:
+            try:
+                return _read(folder, device)
+            except DeltaError:
+                if folder.is_current():
+                    raise
+        # Another delta was put in this one's place while it was read.
+
+
+def _read(folder: Folder, device: str | torch.device) -> Delta:
+    metadata = _read_metadata(folder)
+    with folder.open(DELTA_FILE) as file:
+        header = read_header(file)
+        layers = _check_layers(metadata, header)
+        _check_counts(metadata, layers)
+        tensors = _read_tensors(file, header, metadata.lineage)
     patches = []
     for number, layer in enumerate(layers):
         indices, values = tensors[f"{number}.indices"], tensors[f"{number}.values"]
@@ -69,39 +84,6 @@ def read_delta(path: str | os.PathLike[str], *, device: str | torch.device = "cp
         patch.check_indices()
         patches.append(patch.to(device))
     return Delta(tuple(patches), metadata.total_elements, metadata.lineage, metadata.extra)
-
-
-class _Folder:
-    """A directory held open, so that both files come from the same one even if a link to it is moved meanwhile."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> _Folder:
-        try:
-            self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError, ValueError):
-            raise DeltaError(Reason.NOT_A_DELTA, f"no directory {self.path}") from None
-        except OSError as error:
-            raise DeltaError(Reason.UNREADABLE, f"{self.path}: {error.strerror}") from None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
-
-    def open(self, name: str) -> FileIO:
-        """The regular file ``name``; does not wait at a FIFO."""
-        path = self.path / name
-        try:
-            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
-        except FileNotFoundError:
-            raise DeltaError(Reason.NOT_A_DELTA, f"no file {path}") from None
-        except OSError as error:
-            raise DeltaError(Reason.UNREADABLE, f"{path}: {error.strerror}") from None
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise DeltaError(Reason.UNREADABLE, f"{path} is not a regular file")
-        return FileIO(fd, "rb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +100,16 @@ class _Metadata:
     extra: Mapping[str, object]
 
 
-def _read_metadata(folder: _Folder) -> _Metadata:
+def _read_metadata(folder: Folder) -> _Metadata:
     with folder.open(METADATA_FILE) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_HEADER_BYTES:
             raise DeltaError(Reason.BAD_METADATA, f"{METADATA_FILE} has {size} bytes, more than {MAX_HEADER_BYTES}")
-        raw = _json(bytes(_read_exactly(file, size).numpy()), Reason.BAD_METADATA, METADATA_FILE)
+        raw = strict_json(bytes(read_exactly(file, size).numpy()), Reason.BAD_METADATA, METADATA_FILE)
     if not isinstance(raw, dict):
-        raise DeltaError(Reason.BAD_METADATA, f"{METADATA_FILE}: expected an object, found {_kind(raw)}")
+        raise DeltaError(Reason.BAD_METADATA, f"{METADATA_FILE}: expected an object, found {shown(raw)}")
     if raw.get("format") != FORMAT:
-        raise DeltaError(Reason.UNSUPPORTED_FORMAT, f"format: expected {FORMAT}, found {_kind(raw.get('format'))}")
+        raise DeltaError(Reason.UNSUPPORTED_FORMAT, f"format: expected {FORMAT}, found {shown(raw.get('format'))}")
     _check_version(raw.get("format_version"), folder)
     names = _check_names(_typed(raw, "layer_names", list, "a list"))
     shapes = _typed(raw, "layer_shapes", list, "a list")
@@ -145,7 +127,7 @@ def _read_metadata(folder: _Folder) -> _Metadata:
     )
 
 
-def _check_version(version: object, folder: _Folder) -> None:
+def _check_version(version: object, folder: Folder) -> None:
     if is_int(version) and version == FORMAT_VERSION:
         return
     try:
@@ -154,7 +136,7 @@ def _check_version(version: object, folder: _Folder) -> None:
     except DeltaError as error:
         if error.reason is Reason.LEGACY_LAYOUT:
             raise
-    raise DeltaError(Reason.UNSUPPORTED_VERSION, f"format_version: expected {FORMAT_VERSION}, found {_kind(version)}")
+    raise DeltaError(Reason.UNSUPPORTED_VERSION, f"format_version: expected {FORMAT_VERSION}, found {shown(version)}")
 
 
 def _check_not_legacy(keys: Mapping[str, object]) -> None:
@@ -179,7 +161,7 @@ def _check_requires(value: object) -> frozenset[str]:
     if value is None:
         return frozenset()
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise DeltaError(Reason.BAD_METADATA, f"requires: expected a list of texts, found {_kind(value)}")
+        raise DeltaError(Reason.BAD_METADATA, f"requires: expected a list of texts, found {shown(value)}")
     if unknown := sorted(set(value) - EXTENSIONS):
         raise DeltaError(Reason.UNSUPPORTED_EXTENSION, f"requires: {', '.join(unknown)}")
     return frozenset(value)
@@ -188,134 +170,9 @@ def _check_requires(value: object) -> frozenset[str]:
 def _typed(raw: Mapping[str, object], key: str, types: type | tuple[type, ...], expected: str) -> Any:
     value = raw.get(key)
     if not isinstance(value, types) or isinstance(value, bool):
-        found = _kind(value) if key in raw else "nothing"
+        found = shown(value) if key in raw else "nothing"
         raise DeltaError(Reason.BAD_METADATA, f"{key}: expected {expected}, found {found}")
     return value
-
-
-def _kind(value: object) -> str:
-    """A JSON value for a message: short ones whole, others by type."""
-    try:
-        text = json.dumps(value)
-    except RecursionError:
-        return f"a deeply nested {type(value).__name__}"
-    return text if len(text) <= 60 else f"a {type(value).__name__} of {len(text)} characters"
-
-
-def _json(data: bytes, reason: Reason, where: str) -> object:
-    """Strict JSON: UTF-8, no duplicate keys, finite numbers."""
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found: dict[str, object] = {}
-        for key, value in pairs:
-            if key in found:
-                raise ValueError(f"duplicate key {key}")
-            found[key] = value
-        return found
-
-    def constant(text: str) -> NoReturn:
-        raise ValueError(f"{text} is no JSON number")
-
-    def finite(text: str) -> float:
-        return float(text) if math.isfinite(float(text)) else constant(text)
-
-    try:
-        return json.loads(data.decode(), object_pairs_hook=unique, parse_constant=constant, parse_float=finite)
-    except RecursionError:
-        raise DeltaError(reason, f"{where}: nested too deeply") from None
-    except ValueError as error:
-        raise DeltaError(reason, f"{where}: {error}") from None
-
-
-# The safetensors container, read without the library: it must refuse what is malformed with a reason, and tensors in it
-# may be unaligned, so that each is copied into memory of its own (a file replaced meanwhile changes nothing held).
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a safetensors file."""
-
-    dtype: str
-    """Safetensors dtype code, a key of `DTYPES`."""
-    shape: tuple[int, ...]
-    """Shape in elements of the code: an F4 element is half a byte."""
-    start: int
-    """First byte, from the end of the header."""
-    end: int
-    """First byte behind it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The checked header of a safetensors file."""
-
-    entries: Mapping[str, Entry]
-    """Tensors by key, in the order of their bytes, which they cover without gap or overlap."""
-    metadata: Mapping[str, str]
-    """``__metadata__``, empty where there is none."""
-    raw: bytes
-    """Length field and JSON text as they stand in the file."""
-
-
-def read_header(file: FileIO) -> Header:
-    """The header of a safetensors file open at its start; leaves it at the first tensor's bytes.
-
-    Raises `DeltaError` (bad_header, bad_shape, unsupported_dtype, unreadable) unless it describes the file exactly.
-    """
-    size = os.fstat(file.fileno()).st_size
-    if size < 8:
-        raise DeltaError(Reason.BAD_HEADER, f"{size} bytes are too few for a safetensors file")
-    prefix = bytes(_read_exactly(file, 8).numpy())
-    length = int.from_bytes(prefix, "little")
-    if length > MAX_HEADER_BYTES:
-        raise DeltaError(Reason.BAD_HEADER, f"header of {length} bytes, more than {MAX_HEADER_BYTES}")
-    if length > size - 8:
-        raise DeltaError(Reason.BAD_HEADER, f"header of {length} bytes reaches beyond the file of {size}")
-    text = bytes(_read_exactly(file, length).numpy())
-    if not text.startswith(b"{"):
-        raise DeltaError(Reason.BAD_HEADER, "the header does not start with {")
-    raw = _json(text, Reason.BAD_HEADER, "header")
-    assert isinstance(raw, dict)  # it starts with {
-    metadata = _check_header_metadata(raw.pop("__metadata__", {}))
-    entries = sorted(((key, _entry(key, value)) for key, value in raw.items()), key=lambda e: (e[1].start, e[1].end))
-    _check_coverage(entries, size - 8 - length)
-    return Header(dict(entries), metadata, prefix + text)
-
-
-def _check_header_metadata(value: object) -> Mapping[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise DeltaError(Reason.BAD_HEADER, "__metadata__ is not an object of texts")
-    return value
-
-
-def _entry(key: str, value: object) -> Entry:
-    def refuse(reason: Reason, detail: str) -> NoReturn:
-        raise DeltaError(reason, f"{key}: {detail}")
-
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        refuse(Reason.BAD_HEADER, "expected an object of dtype, shape and data_offsets")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        refuse(Reason.UNSUPPORTED_DTYPE, f"dtype {_kind(dtype)}")
-    if not isinstance(shape, list) or not all(is_int(n) and n >= 0 for n in shape):
-        refuse(Reason.BAD_HEADER, f"shape {_kind(shape)} is not a list of non-negative integers")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_int(n) and n >= 0 for n in offsets):
-        refuse(Reason.BAD_HEADER, f"data_offsets {_kind(offsets)} are not two non-negative integers")
-    bits_needed = math.prod(shape) * (4 if dtype == "F4" else 8 * DTYPES[dtype].itemsize)
-    if bits_needed != 8 * (offsets[1] - offsets[0]) or (dtype == "F4" and shape and shape[-1] % 2):
-        refuse(Reason.BAD_HEADER, f"{dtype} of shape {_kind(shape)} does not fill bytes {_kind(offsets)}")
-    return Entry(dtype, tuple(shape), offsets[0], offsets[1])
-
-
-def _check_coverage(entries: Sequence[tuple[str, Entry]], size: int) -> None:
-    at = 0
-    for key, entry in entries:
-        if entry.start != at:
-            fault = "overlaps the tensor before it" if entry.start < at else "leaves a gap before it"
-            raise DeltaError(Reason.BAD_HEADER, f"{key}: starts at byte {entry.start}, {fault} (ends at {at})")
-        at = entry.end
-    if at != size:
-        raise DeltaError(Reason.BAD_HEADER, f"tensors end at byte {at}, the file's data at {size}")
 
 
 def _read_tensors(file: FileIO, header: Header, lineage: Lineage | None) -> dict[str, Tensor]:
@@ -324,28 +181,13 @@ def _read_tensors(file: FileIO, header: Header, lineage: Lineage | None) -> dict
     expected = lineage.payload_sha256 if lineage else None
     tensors = {}
     for key, entry in header.entries.items():
-        data = _read_exactly(file, entry.end - entry.start)
+        data = read_exactly(file, entry.end - entry.start)
         if expected is not None:
             sha.update(data.numpy().data)
         tensors[key] = data.view(DTYPES[entry.dtype])
     if expected not in (None, sha.hexdigest()):
         raise DeltaError(Reason.PAYLOAD_MISMATCH, f"SHA-256: expected {expected}, found {sha.hexdigest()}")
     return tensors
-
-
-def _read_exactly(file: FileIO, size: int) -> Tensor:
-    """[size] uint8: the next bytes of an unbuffered file."""
-    data = torch.empty(size, dtype=torch.uint8)
-    view, at = data.numpy().data, 0
-    while at < size:
-        try:
-            got = file.readinto(view[at:])
-        except OSError as error:
-            raise DeltaError(Reason.UNREADABLE, f"read failed: {error.strerror}") from None
-        if not got:
-            raise DeltaError(Reason.UNREADABLE, f"the file ends {size - at} bytes early")
-        at += got
-    return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +209,7 @@ def _check_layers(metadata: _Metadata, header: Header) -> list[_Layer]:
         )
         raise DeltaError(Reason.KEYS_MISMATCH, f"missing in the payload: {missing}; not declared: {surplus}")
     declared = header.metadata.get("layer_names")
-    if declared is not None and _json(
+    if declared is not None and strict_json(
         declared.encode(errors="surrogatepass"), Reason.BAD_HEADER, "layer_names"
     ) != list(metadata.names):
         raise DeltaError(Reason.KEYS_MISMATCH, "layer_names of the payload are not those of the metadata")
@@ -392,19 +234,19 @@ def _check_layer(name: str, indices: Entry, values: Entry, requires: frozenset[s
 
 
 def _form(entry: Entry) -> str:
-    return f"{entry.dtype} {_kind(list(entry.shape))}"
+    return f"{entry.dtype} {shown(list(entry.shape))}"
 
 
 def _check_counts(metadata: _Metadata, layers: Sequence[_Layer]) -> None:
     changed, least = sum(layer.changed for layer in layers), sum(math.prod(layer.shape) for layer in layers)
     if metadata.changed_elements != changed:
-        found = _kind(metadata.changed_elements)
+        found = shown(metadata.changed_elements)
         raise DeltaError(Reason.COUNT_MISMATCH, f"changed_elements: payload holds {changed}, metadata says {found}")
     if not least <= metadata.total_elements <= MAX_ELEMENTS:
-        found = _kind(metadata.total_elements)
+        found = shown(metadata.total_elements)
         raise DeltaError(Reason.COUNT_MISMATCH, f"total_elements: layers have {least}, metadata says {found}")
     if not _is_density(metadata.density_pct, changed, metadata.total_elements):
-        exact, found = density_pct(changed, metadata.total_elements), _kind(metadata.density_pct)
+        exact, found = density_pct(changed, metadata.total_elements), shown(metadata.density_pct)
         raise DeltaError(Reason.COUNT_MISMATCH, f"density_pct: expected {exact}, metadata says {found}")
 
 
@@ -422,40 +264,79 @@ def apply_delta(delta: Delta, weights: Weights, *, digest: str | None = None) ->
 
     Everything is checked before the first write: names, shapes, dtypes, positions, memory shared between tensors. When
     a write fails, what was written is undone and `DeltaError` (write_failed) raised. Names that a module ties to one
-    tensor may be changed under any of them; elsewhere every name of shared memory must state the change.
+    tensor may be changed under any of them; elsewhere every name of shared memory must state the change. One part of
+    several is refused: `join` them first.
+
+    ``digest``: what `state_digest` of ``weights`` is, as the caller has kept it. Then the delta's base digest must be
+    that one (base_mismatch), and its digest the one that the change leads to (digest_mismatch); the inverse's lineage
+    holds the state after as ``base_digest`` and the state before as ``digest``.
     """
-    if digest is not None:
-        raise DeltaError(Reason.UNSUPPORTED_EXTENSION, "state digests are not available in this version")
     tensors = named_tensors(weights)
     check_fits(delta, tensors)
     _check_aliases(delta, tensors if isinstance(weights, Mapping) else _untied(tensors, delta))
-    inverse = Delta(
-        tuple(_old_values(patch, tensors[patch.name]) for patch in delta.patches),
-        delta.total_elements,
-        _inverse_lineage(delta.lineage),
-    )
+    old = tuple(_old_values(patch, tensors[patch.name]) for patch in delta.patches)
+    lineage = _inverse_lineage(delta.lineage)
+    if digest is not None:
+        if not isinstance(weights, Mapping):
+            _check_first_names(delta, tensors)
+        lineage = _digested(lineage, digest, _digest_after(delta, old, digest))
+    inverse = Delta(old, delta.total_elements, lineage)
     _write(delta, tensors, inverse)
     return inverse
 
 
-def named_tensors(weights: Weights) -> dict[str, Tensor]:
-    """The tensors of a state by name. Of a module: what its ``state_dict`` holds, tied names each."""
-    items = weights.state_dict(keep_vars=True) if isinstance(weights, nn.Module) else weights
-    return {name: t for name, t in items.items() if isinstance(t, Tensor)}
+def apply_to_checkpoint(
+    delta_path: str | os.PathLike[str],
+    checkpoint_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write the checkpoint ``checkpoint_dir`` with the delta ``delta_path`` applied to ``out_dir``.
+
+    A checkpoint is a directory of safetensors shards, with or without an index, or one file. Streamed: the delta and a
+    piece of one tensor are in memory. Names, order, dtypes and header metadata stay, other files are copied; see
+    `refdelta.checkpoint_apply.patch_checkpoint` for what is not, and for what is refused.
+    """
+    with Checkpoint(checkpoint_dir) as source:
+        patch_checkpoint(read_delta(delta_path), source, Path(out_dir), overwrite=overwrite)
 
 
-def first_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` without those that are the same view of the same memory as an earlier one."""
-    views: dict[object, str] = {}
-    for name, t in tensors.items():
-        # Empty tensors share no memory, whatever address they report.
-        view = (t.device, t.data_ptr(), t.shape, t.stride(), t.dtype) if t.numel() else name
-        views.setdefault(view, name)
-    return {name: tensors[name] for name in views.values()}
+def _digest_after(delta: Delta, old: Sequence[TensorPatch], digest: str) -> str:
+    """The digest that ``delta`` leads to from ``digest``, when both are what its lineage says."""
+    parse_digest(digest)
+    lineage = delta.lineage
+    if lineage is not None and lineage.base_digest not in (None, digest):
+        based = f"based on version {lineage.base_version} of run {lineage.run_id}, {lineage.base_digest}"
+        raise DeltaError(Reason.BASE_MISMATCH, f"the delta is {based}; the state is {digest}")
+    after = digest
+    for patch, before in zip(delta.patches, old, strict=True):
+        after = roll_digest(after, patch, before.values)
+    if lineage is not None and lineage.digest not in (None, after):
+        detail = f"expected {lineage.digest} after the delta; from {digest} it leads to {after}"
+        raise DeltaError(Reason.DIGEST_MISMATCH, detail)
+    return after
+
+
+def _digested(lineage: Lineage | None, before: str, after: str) -> Lineage:
+    """The inverse's lineage with what is known about digests, which is also there where no version is."""
+    known = lineage or Lineage(UNVERSIONED, 0)
+    return replace(known, base_digest=after, digest=before)
+
+
+def _check_first_names(delta: Delta, tensors: Mapping[str, Tensor]) -> None:
+    """A digest counts a tied tensor under its first name; a change under another one would not roll it."""
+    counted = first_names(tensors)
+    for patch in delta.patches:
+        if patch.name not in counted:
+            detail = "tied to a tensor of an earlier name, under which alone its digest counts"
+            raise DeltaError(Reason.ALIAS_CONFLICT, detail, patch.name)
 
 
 def check_fits(delta: Delta, tensors: Mapping[str, Tensor]) -> None:
-    """Raise `DeltaError` unless every patch names a tensor that it can be written to."""
+    """Raise `DeltaError` unless every patch names a tensor that it can be written to, and no other part is missing."""
+    if delta.lineage is not None and delta.lineage.is_partial:
+        raise DeltaError(Reason.INCOMPLETE, f"part {list(delta.lineage.part or ())} of several; join them first")
     for patch in delta.patches:
         t = tensors.get(patch.name)
         if t is None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -45,7 +44,7 @@ def bit_view(t: Tensor) -> Tensor:
 
 def gather(t: Tensor, indices: Tensor) -> Tensor:
     """[n], ``t.dtype``, on ``t``'s device: the elements at ``indices`` ([n] integers in [0, numel)). O(n)."""
-    line, offsets = _addresses(_resolved(t), indices)
+    line, offsets = _addresses(resolved(t), indices)
     return line.index_select(0, offsets).view(t.dtype)
 
 
@@ -64,7 +63,7 @@ def scatter_(t: Tensor, indices: Tensor, values: Tensor) -> None:
     # vLLM loads weights in inference mode; such tensors take writes there only.
     with torch.inference_mode() if t.is_inference() else nullcontext():
         line, offsets = _addresses(t, indices)
-        line.index_copy_(0, offsets, bit_view(_resolved(values)).to(t.device))
+        line.index_copy_(0, offsets, bit_view(resolved(values)).to(t.device))
 
 
 def check_writable(t: Tensor) -> None:
@@ -80,7 +79,7 @@ def equal(a: Tensor, b: Tensor) -> bool:
     """Whether dtype, shape and all bits are equal."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return all(_over_pieces(_equal_piece, a, b))
+    return all(map_pieces(_equal_piece, a, b))
 
 
 def differing(a: Tensor, b: Tensor) -> Tensor:
@@ -92,7 +91,7 @@ def differing(a: Tensor, b: Tensor) -> Tensor:
         raise DeltaError(Reason.DTYPE_MISMATCH, f"{a.dtype} and {b.dtype}")
     if a.shape != b.shape:
         raise DeltaError(Reason.SHAPE_MISMATCH, f"{list(a.shape)} and {list(b.shape)}")
-    found = [at for at in _over_pieces(_differing_piece, a, b) if len(at)]
+    found = [at for at in map_pieces(_differing_piece, a, b) if len(at)]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=a.device)
 
 
@@ -146,59 +145,59 @@ def _addresses(t: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     return bit_view(t).as_strided((extent(t),), (1,)), offsets_in_storage(t, indices)
 
 
-def _resolved(t: Tensor) -> Tensor:
+def resolved(t: Tensor) -> Tensor:
+    """``t`` with a pending conjugation or negation carried out, so that its storage holds its bits."""
     return t.detach().resolve_conj().resolve_neg()
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """The same run of positions of two bit views; ``start`` is the first."""
+def map_pieces(work: Callable[..., T], *tensors: Tensor) -> Iterator[T]:
+    """``work(start, *runs)`` of every piece of tensors of one shape, in row-major order.
 
-    start: int
-    a: Tensor
-    b: Tensor
+    ``runs`` are flat contiguous bit views of the same positions of each tensor, ``start`` the first of them, all on the
+    first tensor's device. CPU pieces are worked on by as many threads as torch uses.
+    """
+    device = tensors[0].device
+    on_cpu = device.type == "cpu"
+    views = _split([bit_view(resolved(t)) for t in tensors], _CPU_CHUNK if on_cpu else _DEVICE_CHUNK)
+    starts = list(itertools.accumulate((piece[0].numel() for piece in views), initial=0))[: len(views)]
 
-    def flat(self) -> tuple[Tensor, Tensor]:
-        return self.a.reshape(-1).contiguous(), self.b.reshape(-1).contiguous().to(self.a.device)
+    def run(start: int, piece: Sequence[Tensor]) -> T:
+        return work(start, *(x.reshape(-1).contiguous().to(device) for x in piece))
 
-
-def _over_pieces(work: Callable[[_Piece], T], a: Tensor, b: Tensor) -> Iterator[T]:
-    """``work`` of every piece of ``a`` and ``b``, in row-major order."""
-    on_cpu = a.device.type == "cpu"
-    views = _split(bit_view(_resolved(a)), bit_view(_resolved(b)), _CPU_CHUNK if on_cpu else _DEVICE_CHUNK)
-    starts = itertools.accumulate((x.numel() for x, _ in views), initial=0)
-    pieces = [_Piece(start, x, y) for start, (x, y) in zip(starts, views, strict=False)]
-    threads = min(len(pieces), torch.get_num_threads()) if on_cpu else 1
+    threads = min(len(views), torch.get_num_threads()) if on_cpu else 1
     if threads <= 1:
-        yield from map(work, pieces)
+        yield from map(run, starts, views)
         return
     with ThreadPoolExecutor(threads) as pool:
-        yield from pool.map(work, pieces)
+        yield from pool.map(run, starts, views)
 
 
-def _split(a: Tensor, b: Tensor, chunk: int) -> list[tuple[Tensor, Tensor]]:
-    """Views of at most ``chunk`` elements that follow each other in row-major order."""
-    if a.numel() <= chunk:
-        return [(a, b)]
-    if a.is_contiguous() and b.is_contiguous():
-        return list(zip(torch.split(a.view(-1), chunk), torch.split(b.view(-1), chunk), strict=True))
-    step = max(1, chunk // math.prod(a.shape[1:]))
-    slabs = zip(torch.split(a, step), torch.split(b, step), strict=True)
-    return [pair for x, y in slabs for pair in ([(x, y)] if x.numel() <= chunk else _split(x[0], y[0], chunk))]
+def _split(tensors: Sequence[Tensor], chunk: int) -> list[Sequence[Tensor]]:
+    """Views of at most ``chunk`` elements that follow each other in row-major order, of tensors of one shape."""
+    first = tensors[0]
+    if first.numel() <= chunk:
+        return [tensors]
+    if all(t.is_contiguous() for t in tensors):
+        return list(zip(*(torch.split(t.view(-1), chunk) for t in tensors), strict=True))
+    step = max(1, chunk // math.prod(first.shape[1:]))
+    slabs = zip(*(torch.split(t, step) for t in tensors), strict=True)
+    return [
+        piece
+        for slab in slabs
+        for piece in ([slab] if slab[0].numel() <= chunk else _split([t[0] for t in slab], chunk))
+    ]
 
 
-def _equal_piece(piece: _Piece) -> bool:
-    x, y = piece.flat()
+def _equal_piece(_: int, x: Tensor, y: Tensor) -> bool:
     if x.device.type != "cpu":
         return torch.equal(x, y)
     return np.array_equal(*_words(x, y))
 
 
-def _differing_piece(piece: _Piece) -> Tensor:
+def _differing_piece(start: int, x: Tensor, y: Tensor) -> Tensor:
     """Positions at which a piece differs: the differing words, then the differing lanes of those if they are few."""
-    x, y = piece.flat()
     if x.device.type != "cpu":
-        return (x != y).nonzero().view(-1).add_(piece.start)
+        return (x != y).nonzero().view(-1).add_(start)
     a, b = _words(x, y)
     at = np.flatnonzero(a != b)
     lanes = a.itemsize // x.element_size()
@@ -208,7 +207,7 @@ def _differing_piece(piece: _Piece) -> Tensor:
     elif lanes > 1:
         differ = np.flatnonzero(a[at].view(lane_dtype) != b[at].view(lane_dtype))
         at = at[differ // lanes] * lanes + differ % lanes
-    return torch.from_numpy(at).add_(piece.start)
+    return torch.from_numpy(at).add_(start)
 
 
 def _words(x: Tensor, y: Tensor) -> tuple[Bits, Bits]:

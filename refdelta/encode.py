@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-import errno
-import hashlib
 import json
 import os
-import secrets
-import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from refdelta import bits
-from refdelta.apply import Weights, apply_delta, first_names, named_tensors
+from refdelta.apply import apply_delta
+from refdelta.digest import ZERO, add, layer_digests, roll_digest
+from refdelta.files import new_directory, write_file, write_hashed
+from refdelta.layout_map import TensorInfo
 from refdelta.spec import (
     DELTA_FILE,
     DTYPE_CODES,
@@ -30,11 +28,12 @@ from refdelta.spec import (
     NON_FLOATING_VALUES,
     Delta,
     DeltaError,
+    Lineage,
     Reason,
     TensorPatch,
-    check_name,
     index_dtype,
 )
+from refdelta.state import Weights, total_elements, tracked
 
 # Comparing
 
@@ -45,7 +44,7 @@ def diff(base: Weights, target: Weights) -> Delta:
     States have equal names, shapes and dtypes, else `DeltaError` says everything that differs. Of names that a module
     ties to one tensor only the first counts. Patches lie on ``target``'s devices; ``base`` may be on others.
     """
-    return _diff(_tracked(base), _tracked(target), device=None)
+    return _diff(tracked(base), tracked(target), device=None)
 
 
 class DeltaEncoder:
@@ -53,46 +52,91 @@ class DeltaEncoder:
 
     The baseline is what the receiver holds. `encode` does not move it; `commit` does, once the receiver has
     acknowledged the delta, so that a delta that was lost or refused is contained in the next one.
+
+    With a ``run_id`` every delta gets a lineage: the version after `version`, its base, and digests. They are computed
+    from all elements once, here, and rolled with each commit. Without a commit the next delta has the same version.
     """
 
-    def __init__(self, weights: Weights) -> None:
-        self._baseline = {name: _host_copy(t) for name, t in _tracked(weights).items()}
+    def __init__(self, weights: Weights, *, run_id: str | None = None, version: int = 0) -> None:
+        """``version`` is that of ``weights`` in the run; a resumed trainer starts where the receiver stands."""
+        self._position = None if run_id is None else Lineage(run_id, version)
+        self._baseline = {name: _host_copy(t) for name, t in tracked(weights).items()}
+        self._layers: dict[str, str] = {}
+        if self._position is not None:
+            self._layers = layer_digests(self._baseline)
+            self._position = replace(self._position, digest=add(*self._layers.values()))
+
+    @property
+    def run_id(self) -> str | None:
+        """The run, if there is one."""
+        return None if self._position is None else self._position.run_id
+
+    @property
+    def version(self) -> int | None:
+        """Version of the baseline."""
+        return None if self._position is None else self._position.version
+
+    @property
+    def digest(self) -> str | None:
+        """State digest of the baseline."""
+        return None if self._position is None else self._position.digest
 
     def encode(self, weights: Weights) -> Delta:
         """The delta from the baseline to ``weights``, on the CPU; errors as in `diff`."""
-        return _diff(self._baseline, _tracked(weights), device="cpu")
+        delta = _diff(self._baseline, tracked(weights), device="cpu")
+        return delta if self._position is None else replace(delta, lineage=self._next(self._position, delta))
 
     def commit(self, delta: Delta) -> None:
         """Move the baseline by ``delta``; `DeltaError` and an unmoved baseline if it does not fit."""
-        total = _total(self._baseline)
+        total = total_elements(self._baseline)
         if delta.total_elements != total:
             detail = f"total_elements: the baseline has {total}, the delta says {delta.total_elements}"
             raise DeltaError(Reason.COUNT_MISMATCH, detail)
-        apply_delta(delta, self._baseline)
+        if self._position is None:
+            apply_delta(delta, self._baseline)
+            return
+        version = _version_after(self._position, delta.lineage)
+        inverse = apply_delta(delta, self._baseline, digest=self._position.digest)
+        for patch, old in zip(delta.patches, inverse.patches, strict=True):
+            self._layers[patch.name] = roll_digest(self._layers[patch.name], patch, old.values)
+        assert inverse.lineage is not None  # it holds the digest
+        self._position = replace(self._position, version=version, digest=inverse.lineage.base_digest)
+
+    def _next(self, position: Lineage, delta: Delta) -> Lineage:
+        digest, layers = position.digest or ZERO, {}
+        for patch in delta.patches:
+            old = bits.gather(self._baseline[patch.name], patch.indices)
+            digest = roll_digest(digest, patch, old)
+            layers[patch.name] = roll_digest(self._layers[patch.name], patch, old)
+        return Lineage(
+            run_id=position.run_id,
+            version=position.version + 1,
+            base_version=position.version,
+            base_digest=position.digest,
+            digest=digest,
+            layer_digests=layers,
+        )
 
 
-def _tracked(weights: Weights) -> dict[str, Tensor]:
-    tensors = named_tensors(weights)
-    tracked = first_names(tensors) if isinstance(weights, nn.Module) else tensors
-    for name, t in tracked.items():
-        check_name(name)
-        if t.dtype not in DTYPE_CODES or t.layout != torch.strided or t.is_meta:
-            raise DeltaError(Reason.UNSUPPORTED_DTYPE, f"{t.dtype} in layout {t.layout} on {t.device.type}", name)
-    return tracked
-
-
-def _total(tensors: Mapping[str, Tensor]) -> int:
-    return sum(t.numel() for t in tensors.values())
+def _version_after(position: Lineage, lineage: Lineage | None) -> int:
+    """The version of a delta that starts at ``position``."""
+    if lineage is None:
+        raise DeltaError(Reason.BASE_MISMATCH, f"the delta has no lineage, the baseline is in run {position.run_id}")
+    stated, here = (lineage.run_id, lineage.base_version), (position.run_id, position.version)
+    if stated != here:
+        detail = f"the delta is based on version {stated[1]} of run {stated[0]}, the baseline is {here[1]} of {here[0]}"
+        raise DeltaError(Reason.BASE_MISMATCH, detail)
+    return lineage.version
 
 
 def _host_copy(t: Tensor) -> Tensor:
-    source = t.detach().resolve_conj().resolve_neg()
+    source = bits.resolved(t)
     copy = torch.empty(t.shape, dtype=bits.bit_view(source).dtype, pin_memory=torch.cuda.is_available())
     return copy.copy_(bits.bit_view(source)).view(t.dtype)
 
 
 def _diff(base: Mapping[str, Tensor], target: Mapping[str, Tensor], device: str | None) -> Delta:
-    _check_comparable(base, target)
+    check_comparable(base, target)
     patches = []
     for name in sorted(target):
         new = target[name].detach()
@@ -100,10 +144,10 @@ def _diff(base: Mapping[str, Tensor], target: Mapping[str, Tensor], device: str 
         if len(at):
             patch = TensorPatch(name, tuple(new.shape), at.to(index_dtype(new.numel())), bits.gather(new, at))
             patches.append(patch if device is None else patch.to(device))
-    return Delta(tuple(patches), _total(target))
+    return Delta(tuple(patches), total_elements(target))
 
 
-def _check_comparable(base: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+def check_comparable(base: Mapping[str, Tensor | TensorInfo], target: Mapping[str, Tensor | TensorInfo]) -> None:
     """Refuse states that differ in names, shapes or dtypes; the message lists all of it, the reason is the first."""
     both = sorted(base.keys() & target.keys())
     faults = {
@@ -127,21 +171,32 @@ def _check_comparable(base: Mapping[str, Tensor], target: Mapping[str, Tensor]) 
 # Writing
 
 
-def write_delta(delta: Delta, path: str | os.PathLike[str]) -> Path:
+def write_delta(delta: Delta, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
     """Write ``delta`` as the directory ``path`` and return it. A reader sees the whole delta or none.
 
     ``delta.safetensors`` has the canonical bytes: they follow from the patches alone. A lineage gets the payload's
     SHA-256. ``created_at`` and ``timestamp`` are those of ``delta.extra``, else now. Raises `DeltaError`: target_exists
-    when there is anything at ``path``, write_failed when the file system refuses, or what is wrong with the delta.
+    when there is anything at ``path`` (with ``overwrite``: anything but a directory with at most a delta's two files),
+    write_failed when the file system refuses, or what is wrong with the delta.
     """
     target = Path(path)
     patches = [_canonical(patch) for patch in sorted(delta.patches, key=lambda patch: patch.name)]
     header = _header_bytes(patches)
     _metadata_bytes(delta, patches, None)  # refuses what JSON cannot hold before anything is written
-    with _new_directory(target) as folder:
-        sha256 = _write_file(folder / DELTA_FILE, _payload(header, patches))
-        _write_file(folder / METADATA_FILE, [_metadata_bytes(delta, patches, sha256)])
+    with new_directory(target, _is_delta_directory if overwrite else None) as folder:
+        sha256 = write_hashed(folder / DELTA_FILE, _payload(header, patches))
+        write_file(folder / METADATA_FILE, [_metadata_bytes(delta, patches, sha256)])
     return target
+
+
+def canonical_payload(delta: Delta) -> Iterator[bytes | memoryview]:
+    """The bytes that `write_delta` gives ``delta.safetensors``, in pieces."""
+    patches = [_canonical(patch) for patch in sorted(delta.patches, key=lambda patch: patch.name)]
+    return _payload(_header_bytes(patches), patches)
+
+
+def _is_delta_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and {*os.listdir(path)} <= {DELTA_FILE, METADATA_FILE}
 
 
 def _canonical(patch: TensorPatch) -> TensorPatch:
@@ -193,7 +248,7 @@ def _metadata_bytes(delta: Delta, patches: list[TensorPatch], payload_sha256: st
     if not all(patch.dtype.is_floating_point for patch in patches):
         metadata["requires"] = [NON_FLOATING_VALUES]
     if delta.lineage is not None:
-        metadata["lineage"] = dataclasses.replace(delta.lineage, payload_sha256=payload_sha256).to_json()
+        metadata["lineage"] = replace(delta.lineage, payload_sha256=payload_sha256).to_json()
     try:
         return (json.dumps(metadata, ensure_ascii=False, allow_nan=False, indent=2) + "\n").encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -204,48 +259,3 @@ def _payload(header: bytes, patches: list[TensorPatch]) -> Iterator[bytes | memo
     yield header
     for _, t in _tensors(patches):
         yield bits.bit_view(t).contiguous().numpy().data
-
-
-def _write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
-    """Write and sync a new file; returns its SHA-256."""
-    sha256 = hashlib.sha256()
-    with path.open("xb") as file:
-        for chunk in chunks:
-            sha256.update(chunk)
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return sha256.hexdigest()
-
-
-@contextmanager
-def _new_directory(target: Path) -> Iterator[Path]:
-    """A temporary sibling that becomes ``target`` at the end of the block, or is removed where the block fails."""
-    if os.path.lexists(target):
-        raise DeltaError(Reason.TARGET_EXISTS, str(target))
-    temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
-    try:
-        temporary.mkdir()
-    except (OSError, ValueError) as error:
-        raise DeltaError(Reason.WRITE_FAILED, f"{target}: {error}") from None
-    try:
-        yield temporary
-        _sync_directory(temporary)
-        temporary.rename(target)
-        _sync_directory(target.parent)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            # Renaming onto what another writer has put there meanwhile.
-            lost = error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR) and os.path.lexists(target)
-            reason = Reason.TARGET_EXISTS if lost else Reason.WRITE_FAILED
-            raise DeltaError(reason, f"{target}: {error.strerror}") from error
-        raise
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -56,6 +56,9 @@ NON_FLOATING_VALUES: Final = "non_floating_values"
 EXTENSIONS: Final = frozenset({NON_FLOATING_VALUES})
 """Every entry of ``requires`` that this version reads."""
 
+UNVERSIONED: Final = "unversioned"
+"""Run id of an inverse delta that knows digests and no version: the delta that it undoes named none."""
+
 DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {
         "BOOL": torch.bool,
@@ -99,7 +102,8 @@ class Reason(StrEnum):
 
     # Files
     NOT_A_DELTA = "not_a_delta", "no such directory, or one that does not hold both files of a delta"
-    UNREADABLE = "unreadable", "a file exists but cannot be read whole: not a regular file, an I/O error, cut short"
+    NOT_A_CHECKPOINT = "not_a_checkpoint", "no such file, or a directory without the safetensors files of a checkpoint"
+    UNREADABLE = "unreadable", "a file exists but cannot be read: not a regular file, an I/O error, cut short meanwhile"
     TARGET_EXISTS = "target_exists", "the place to write to exists already"
 
     # Metadata
@@ -111,7 +115,7 @@ class Reason(StrEnum):
     BAD_NAME = "bad_name", "a layer name is not a non-empty text that UTF-8 can encode"
     DUPLICATE_NAME = "duplicate_name", "a layer name occurs twice"
     BAD_SHAPE = "bad_shape", "a shape is not a list of non-negative integers, or has more than 2^63 - 1 elements"
-    COUNT_MISMATCH = "count_mismatch", "changed, total or density is not what the payload holds"
+    COUNT_MISMATCH = "count_mismatch", "changed, total or density is not what the payload or the state holds"
 
     # Payload
     BAD_HEADER = "bad_header", "the safetensors header is malformed or does not describe the bytes of the file"
@@ -128,9 +132,10 @@ class Reason(StrEnum):
     UNKNOWN_TENSOR = "unknown_tensor", "a name that the other side does not hold"
     SHAPE_MISMATCH = "shape_mismatch", "shapes of one tensor differ between the two sides"
     DTYPE_MISMATCH = "dtype_mismatch", "dtypes of one tensor differ between the two sides"
-    ALIAS_CONFLICT = "alias_conflict", "memory shared by several tensors would get a change that not all of them state"
-    BASE_MISMATCH = "base_mismatch", "the state is not the one that the delta starts from"
+    ALIAS_CONFLICT = "alias_conflict", "memory is shared, and not everything that shares it states the change"
+    BASE_MISMATCH = "base_mismatch", "the state, or the delta before, is not what the delta starts from"
     DIGEST_MISMATCH = "digest_mismatch", "a digest does not fit the state that it is said to describe"
+    INCOMPLETE = "incomplete", "parts that are not a whole update: missing, repeated, overlapping or of another update"
     WRITE_FAILED = "write_failed", "a write failed; what was written has been undone unless the detail says otherwise"
 
     # Engine
@@ -206,9 +211,21 @@ def check_shape(shape: object, tensor: str | None = None) -> tuple[int, ...]:
     """``shape`` as a tuple if it is a sequence of non-negative integers below 2^63 in product, else bad_shape."""
     if not isinstance(shape, list | tuple) or not all(is_int(size) and size >= 0 for size in shape):
         raise DeltaError(Reason.BAD_SHAPE, f"expected non-negative integers, found {_brief(shape)}", tensor)
-    if any(size > MAX_ELEMENTS for size in shape) or math.prod(shape) > MAX_ELEMENTS:
+    if any(size > MAX_ELEMENTS for size in shape) or count_elements(shape) > MAX_ELEMENTS:
         raise DeltaError(Reason.BAD_SHAPE, f"more than 2^63 - 1 elements: {_brief(shape)}", tensor)
     return tuple(shape)
+
+
+def count_elements(shape: Sequence[int]) -> int:
+    """Number of elements of a shape; beyond `MAX_ELEMENTS` some number beyond, found without multiplying on."""
+    if 0 in shape:
+        return 0
+    count = 1
+    for size in shape:
+        count *= size
+        if count > MAX_ELEMENTS:
+            break
+    return count
 
 
 def check_extra(extra: Mapping[str, object]) -> Mapping[str, object]:
@@ -357,6 +374,11 @@ class Lineage:
         part = self.part
         _field("part", part, part is None or _is_part(part), "[i, n] with 0 <= i < n")
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether the delta is one part of several."""
+        return self.part is not None and self.part[1] > 1
+
     @classmethod
     def from_json(cls, value: object) -> Lineage:
         """The lineage in a JSON value; `DeltaError` (bad_metadata) unless it is an object with the right types."""
@@ -434,8 +456,9 @@ class Delta:
         check_extra(self.extra)
         least = sum(patch.numel for patch in self.patches)
         if not is_int(self.total_elements) or not least <= self.total_elements <= MAX_ELEMENTS:
-            expected, found = f"an integer from {least} to 2^63 - 1", _brief(self.total_elements)
-            raise DeltaError(Reason.COUNT_MISMATCH, f"total_elements: expected {expected}, found {found}")
+            found = _brief(self.total_elements)
+            detail = f"total_elements: expected an integer from {least} to 2^63 - 1, found {found}"
+            raise DeltaError(Reason.COUNT_MISMATCH, detail)
 
     @property
     def changed_elements(self) -> int:
@@ -585,8 +608,9 @@ def _compact(value: object) -> str:
 def header_bound(delta: Delta) -> int:
     """Upper bound of the bytes of delta.safetensors that are not payload: 64 + 256 per layer + twice its JSON name.
 
-    Two header entries are at most 2 * 103 bytes with 19-digit numbers in every field; a name is written once, as a JSON
-    text inside a JSON text, which at most doubles it once more.
+    Two header entries take at most 120 and 127 bytes, with six digits for the layer's number (a header of 100 MB holds
+    no more layers) and nineteen for all others. A name stands in a JSON text inside a JSON text, which at most doubles
+    it, with a comma. The rest is the length field, ``__metadata__`` and padding: at most 52 bytes.
     """
     return 64 + sum(256 + 2 * len(_compact(patch.name).encode()) for patch in delta.patches)
 

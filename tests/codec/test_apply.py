@@ -98,12 +98,6 @@ def test_nothing_is_written_when_a_later_patch_is_refused(fault: str) -> None:
     assert not any(t.any() for name, t in weights.items() if name != "m")
 
 
-def test_digests_are_refused_and_not_ignored() -> None:
-    with pytest.raises(DeltaError) as caught:
-        apply_delta(Delta((), 0), {}, digest="rd1:0000000000000000")
-    assert caught.value.reason is Reason.UNSUPPORTED_EXTENSION
-
-
 class Breaks:
     """`bits.scatter_` that fails on its nth call, after half of the write."""
 

@@ -15,15 +15,18 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the format outwards; a module imports from its own line and the lines above, and no circle forms.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("spec",),
-    ("bits",),
+    ("bits", "files", "names"),
+    ("container", "state"),
     ("digest",),
-    ("encode", "apply", "layout_map"),
-    ("checkpoint",),
+    ("compose",),
+    ("encode", "apply", "layout_map", "checkpoint", "checkpoint_apply"),
+    ("checkpoint_diff", "checkpoint_checks"),
+    ("checkpoint_verify",),
     ("store", "telemetry", "trainer", "vllm"),
     ("gate", "cli", "__init__"),
 )
 LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}
-CORE = ("spec", "bits", "digest", "encode", "apply", "layout_map")
+CORE = ("spec", "bits", "files", "names", "container", "state", "digest", "compose", "encode", "apply", "layout_map")
 CORE_NEEDS = frozenset({"torch", "numpy", "safetensors"})
 # The suite's only ways into refdelta: the reference engine, and the encoder that feeds live engines.
 ADAPTERS = {"conformance/engines.py", "conformance/live/encoder.py"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance import engines, oracle
+from conformance import digests, engines, oracle
 from conformance.engines import CAPABILITIES
 from conformance.layouts import Layout, Piece
 from conformance.oracle import CODES, Patch, State, bits, from_bits
@@ -77,17 +78,76 @@ class Plain:
         """Bits by position, of two successive patches of one tensor."""
         return {**earlier, **later}
 
+    def follows(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+        """Whether a delta of lineage `after` may come after one of lineage `before`."""
+        known = [
+            (before.get(old), after.get(new)) for old, new in (("version", "base_version"), ("digest", "base_digest"))
+        ]
+        links = [link for link in known if None not in link]
+        return before.get("run_id") == after.get("run_id") and all(a == b for a, b in links) and bool(links)
+
+    def span(self, deltas: Sequence[Path], names: Sequence[str]) -> dict[str, Any] | None:
+        """The lineage of the whole range; `names` are the layers that it changes."""
+        lineages = [lineage for delta in deltas if (lineage := oracle.read_lineage(delta))]
+        if not lineages:
+            return None
+        layers: dict[str, str] = {}
+        for lineage in lineages:
+            layers |= lineage.get("layer_digests", {})
+        first, last = lineages[0], lineages[-1]
+        ends = {key: first.get(key) for key in ("base_version", "base_digest")}
+        ends |= {key: last.get(key) for key in ("run_id", "version", "digest")}
+        return {**ends, "layer_digests": {name: layers[name] for name in names if name in layers}}
+
+    def check_chain(self, deltas: Sequence[Path]) -> None:
+        for delta in deltas:
+            if (oracle.read_lineage(delta) or {}).get("part") not in (None, [0, 1]):
+                raise ValueError("one part of several")
+        for before, after in pairwise(deltas):
+            one, two = oracle.read_lineage(before), oracle.read_lineage(after)
+            if (one is None) != (two is None) or (one and two and not self.follows(one, two)):
+                raise ValueError(f"{two} does not follow {one}")
+        raw = [oracle.read_delta(delta) for delta in deltas]
+        seen: dict[str, tuple[object, ...]] = {}
+        for patch in (patch for delta in raw for patch in delta.patches):
+            if seen.setdefault(patch.name, (patch.shape, patch.code)) != (patch.shape, patch.code):
+                raise ValueError(f"{patch.name} differs between the deltas")
+        if len({delta.metadata["total_elements"] for delta in raw}) != 1:
+            raise ValueError("the deltas are of different states")
+
     def compose(self, deltas: Sequence[Path], out: Path) -> None:
+        self.check_chain(deltas)
         found: dict[str, tuple[Patch, dict[int, Any]]] = {}
         for patch in (patch for delta in deltas for patch in self.read(delta)):
             own = dict(zip(patch.indices.tolist(), patch.bits, strict=True))
             found[patch.name] = patch, self.merge(found[patch.name][1], own) if patch.name in found else own
         merged = [
             replace(patch, indices=np.array(sorted(new)), bits=np.array([new[at] for at in sorted(new)]))
-            for patch, new in found.values()
+            for _, (patch, new) in sorted(found.items())
         ]
         totals = [oracle.read_delta(delta).metadata["total_elements"] for delta in deltas]
-        oracle.write_delta(out, merged, totals[0])
+        span = self.span(deltas, [patch.name for patch in merged])
+        parts = oracle.draft(merged, totals[0])
+        parts.metadata |= {"lineage": span} if span else {}
+        parts.write(out)
+
+    def digest(self, weights: Mapping[str, Tensor]) -> str:
+        return digests.state_digest(weights)
+
+    def fits(self, lineage: Mapping[str, Any], before: str, after: str) -> bool:
+        """Whether a lineage describes the change between states of these digests."""
+        whole = lineage.get("part") in (None, [0, 1])
+        return whole and lineage.get("base_digest", before) == before and lineage.get("digest", after) == after
+
+    def follow(self, delta: Path, weights: MutableMapping[str, Tensor], digest: str) -> str:
+        patches = self.read(delta)
+        self.check(patches, weights)
+        lineage = {key: value for key, value in (oracle.read_lineage(delta) or {}).items() if value is not None}
+        after = self.digest(oracle.expected_state(weights, patches))
+        if not self.fits(lineage, digest, after):
+            raise ValueError(f"the state goes from {digest} to {after}, the delta's lineage is {lineage}")
+        self.apply(delta, weights)
+        return after
 
     def pieces(self, layout: Layout, name: str) -> Sequence[Piece]:
         return [piece for piece in layout.pieces if piece.source == name]
@@ -595,6 +655,59 @@ class EarlierWins(Plain):
 
     def merge(self, earlier: dict[int, Any], later: dict[int, Any]) -> dict[int, Any]:
         return {**later, **earlier}
+
+
+@caught_by("composes", "vectors")
+class ComposesAcrossAGap(Plain):
+    """Composes deltas that do not follow each other."""
+
+    def follows(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+        return True
+
+
+# -- lineage ---------------------------------------------------------------------------------------------------------
+
+
+@caught_by("refuses", "lineage")
+class IgnoresLineage(Plain):
+    """Applies what was made for another state."""
+
+    def fits(self, lineage: Mapping[str, Any], before: str, after: str) -> bool:
+        return True
+
+
+@caught_by("refuses", "lineage")
+class ChecksTheBaseAlone(Plain):
+    """Takes a change that does not lead to the digest that it states."""
+
+    def fits(self, lineage: Mapping[str, Any], before: str, after: str) -> bool:
+        return super().fits(lineage, before, str(lineage.get("digest", after)))
+
+
+@caught_by("refuses", "lineage")
+class DigestsLinearly(Plain):
+    """Sums keys times bits: flips of the highest bit cancel, and zeros do not count."""
+
+    def digest(self, weights: Mapping[str, Tensor]) -> str:
+        total = 0
+        for name, tensor in weights.items():
+            seed, _ = digests.seed_and_header(name, CODES[tensor.dtype], tuple(tensor.shape))
+            total += sum((digests.key(seed, at) | 1) * int(pattern) for at, pattern in enumerate(bits(tensor)))
+        return digests.text(total)
+
+
+@caught_by("refuses", "lineage")
+class DigestsSignExtended(Plain):
+    """Widens elements with their sign."""
+
+    def digest(self, weights: Mapping[str, Tensor]) -> str:
+        total = 0
+        for name, tensor in weights.items():
+            seed, header = digests.seed_and_header(name, CODES[tensor.dtype], tuple(tensor.shape))
+            signed = bits(tensor).view(f"i{tensor.dtype.itemsize}")
+            words = (int(pattern) % digests.WORDS for pattern in signed)
+            total += header + sum(digests.mix64(digests.key(seed, at) ^ word) for at, word in enumerate(words))
+        return digests.text(total)
 
 
 @caught_by("routes")

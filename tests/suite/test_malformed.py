@@ -52,6 +52,8 @@ def test_every_reason_of_a_reader_has_a_fault() -> None:
         "alias_conflict",
         "base_mismatch",
         "digest_mismatch",
+        "incomplete",
+        "not_a_checkpoint",
         "write_failed",
     }
     codes = [str(reason) for reason in Reason]

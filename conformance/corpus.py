@@ -1,0 +1,67 @@
+"""The golden vectors as an engine's tests read them; `golden` writes them, `vectors/README.md` defines them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from conformance import oracle
+
+CORPUS = Path(__file__).parent / "vectors"
+KINDS = ("valid", "invalid")
+"""The directories that are generated; the rest of the corpus is written by hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """One directory of the corpus."""
+
+    path: Path
+    expected: Mapping[str, Any]
+    """What `expected.json` says."""
+
+    @property
+    def name(self) -> str:
+        """`valid/FEATURE/CASE` or `invalid/FEATURE/FAULT`."""
+        return "/".join(self.path.parts[-3:])
+
+    @property
+    def needs(self) -> list[str]:
+        """Capabilities that an engine must have."""
+        return list(self.expected.get("needs", []))
+
+    @property
+    def delta(self) -> Path:
+        return self.path / "delta"
+
+    @property
+    def deltas(self) -> list[Path]:
+        """The deltas to apply, in order: several, or the only one."""
+        several = sorted(self.path.glob("deltas/*"), key=lambda folder: int(folder.name))
+        return several or [self.delta]
+
+    def has(self, file: str) -> bool:
+        return (self.path / file).exists()
+
+    def state(self, file: str) -> dict[str, Tensor]:
+        """The state in `base.safetensors` or `expected.safetensors`."""
+        return oracle.load_state(self.path / file)
+
+
+def load(corpus: Path = CORPUS) -> list[Vector]:
+    """Every vector, in the order of names; a directory without `expected.json` is an error."""
+    folders = sorted(path for kind in KINDS for path in (corpus / kind).glob("*/*"))
+    return [Vector(path, json.loads((path / "expected.json").read_text(encoding="utf-8"))) for path in folders]
+
+
+def assert_whole(vectors: Sequence[Vector]) -> None:
+    """Raise AssertionError where a good part of the corpus is missing: no vectors would fail nothing."""
+    features = {tuple(vector.name.split("/")[:2]) for vector in vectors}
+    assert len(vectors) > 300, f"{len(vectors)} vectors"
+    assert {kind for kind, _ in features} == set(KINDS), f"kinds {sorted({kind for kind, _ in features})}"
+    assert len(features) > 25, f"{len(features)} features: {sorted(features)}"

@@ -1,0 +1,60 @@
+"""The state digest `rd1` on plain Python integers, from the text of SPEC.md alone: one element at a time, for judging.
+
+seed_and_header(name, code, shape)    the two numbers that name, dtype and shape give
+key(seed, position), mix64(word)      the two steps of an element
+tensor_digest(name, tensor), state_digest(state), text(number)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from conformance.oracle import CODES, State, bits
+
+WORDS = 2**64
+
+
+def identity(name: str, code: str, shape: Sequence[int]) -> bytes:
+    """What is hashed: every text after its length, every number as eight little-endian bytes."""
+    encoded = name.encode("utf-8")
+    head = b"rd1" + struct.pack("<Q", len(encoded)) + encoded + struct.pack("<Q", len(code)) + code.encode("ascii")
+    return head + struct.pack(f"<Q{len(shape)}Q", len(shape), *shape)
+
+
+def seed_and_header(name: str, code: str, shape: Sequence[int]) -> tuple[int, int]:
+    """The first two little-endian 64-bit words of the SHA-256 of the identity."""
+    seed, header = struct.unpack("<QQ", hashlib.sha256(identity(name, code, shape)).digest()[:16])
+    return int(seed), int(header)
+
+
+def key(seed: int, position: int) -> int:
+    """What the bits at a flat position are combined with."""
+    return (seed + position * 0x9E3779B97F4A7C15) % WORDS
+
+
+def mix64(word: int) -> int:
+    """A bijection of the numbers below 2^64."""
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % WORDS
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % WORDS
+    return word ^ (word >> 31)
+
+
+def tensor_digest(name: str, tensor: Tensor) -> int:
+    """A tensor's digest as a number."""
+    seed, header = seed_and_header(name, CODES[tensor.dtype], tuple(tensor.shape))
+    patterns = (int(pattern) for pattern in bits(tensor))
+    return (header + sum(mix64(key(seed, position) ^ pattern) for position, pattern in enumerate(patterns))) % WORDS
+
+
+def state_digest(state: State) -> str:
+    """A state's digest as text."""
+    return text(sum(tensor_digest(name, tensor) for name, tensor in state.items()))
+
+
+def text(number: int) -> str:
+    """The written form."""
+    return f"rd1:{number % WORDS:016x}"

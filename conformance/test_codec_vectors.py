@@ -1,0 +1,200 @@
+"""The golden vectors, whatever the engine: states bit for bit, bytes where they are canonical, reasons of refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conformance import oracle
+from conformance.corpus import Vector, assert_whole, load
+from conformance.driving import Scratch, applied, assert_reason, encoded, raised, refusal
+from conformance.engines import FullCodec
+from conformance.oracle import DELTA_FILE, METADATA_FILE, assert_bit_equal, clone
+
+VECTORS = load()
+OWN_KEYS = ("format", "format_version", "layer_names", "layer_shapes", "changed_elements", "total_elements", "requires")
+"""Keys of metadata.json that follow from the two states; density too, as a number."""
+
+
+TAKEN: set[str] = set()
+"""Names of the vectors that some test takes."""
+
+
+def _valid(vector: Vector) -> bool:
+    return "reason" not in vector.expected
+
+
+def _each(which: Callable[[Vector], bool], *needs: str) -> pytest.MarkDecorator:
+    """Parametrise over the vectors for which `which` holds, each marked with the capabilities that it needs."""
+    chosen = [vector for vector in VECTORS if which(vector)]
+    TAKEN.update(vector.name for vector in chosen)
+    params = [
+        pytest.param(vector, id=vector.name, marks=[pytest.mark.needs(need) for need in {*needs, *vector.needs}])
+        for vector in chosen
+    ]
+    return pytest.mark.parametrize("vector", params)
+
+
+@pytest.mark.check("bit_exact")
+def test_corpus_is_whole() -> None:
+    assert_whole(VECTORS)
+
+
+@pytest.mark.check("bit_exact")
+def test_every_vector_is_run() -> None:
+    """One that no test takes would look like one that passes."""
+    missing = sorted({vector.name for vector in VECTORS} - TAKEN)
+    assert not missing, f"no test takes {missing}"
+
+
+@_each(lambda v: _valid(v) and v.has("expected.safetensors"))
+@pytest.mark.check("bit_exact")
+def test_applied(engine: FullCodec, vector: Vector) -> None:
+    """The delta, or all of them in order, gives the expected state."""
+    state: oracle.State = vector.state("base.safetensors")
+    for delta in vector.deltas:
+        state = applied(engine, delta, state)
+    assert_bit_equal(vector.state("expected.safetensors"), state, vector.name)
+
+
+@_each(lambda v: bool(v.expected.get("canonical")) and v.has("base.safetensors"), "canonical")
+@pytest.mark.check("canonical")
+def test_written(engine: FullCodec, scratch: Scratch, vector: Vector) -> None:
+    """The two states give the vector's payload byte for byte, and its metadata."""
+    with scratch() as tmp:
+        base, target = (vector.state(f"{which}.safetensors") for which in ("base", "expected"))
+        _assert_same_delta(vector.delta, encoded(engine, base, target, tmp / "delta"))
+    if "data_bytes" in vector.expected:
+        entries, _, start = oracle.unpack((vector.delta / DELTA_FILE).read_bytes())
+        assert sum(len(entry.data) for entry in entries) == vector.expected["data_bytes"], f"after byte {start}"
+
+
+def _assert_same_delta(expected: Path, found: Path) -> None:
+    wanted, got = ((delta / DELTA_FILE).read_bytes() for delta in (expected, found))
+    at = next((i for i, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), min(len(wanted), len(got)))
+    assert got == wanted, f"payload: expected {len(wanted)} bytes, found {len(got)}, first difference at {at}"
+    one, two = (json.loads((delta / METADATA_FILE).read_text(encoding="utf-8")) for delta in (expected, found))
+    for key in OWN_KEYS:
+        assert two.get(key) == one.get(key), f"{key}: expected {one.get(key)}, found {two.get(key)}"
+    assert float(two["density_pct"]) == float(one["density_pct"])
+
+
+@_each(lambda v: v.has("inverse"), "inverts", "canonical")
+@pytest.mark.check("inverts")
+def test_inverted(engine: FullCodec, scratch: Scratch, vector: Vector) -> None:
+    with scratch() as tmp:
+        weights = clone(vector.state("base.safetensors"))
+        engine.invert(vector.delta, weights, tmp / "inverse")
+        _assert_same_delta(vector.path / "inverse", tmp / "inverse")
+        assert_bit_equal(vector.state("base.safetensors"), applied(engine, tmp / "inverse", weights), "back again")
+
+
+@_each(lambda v: v.has("composed"), "composes")
+@pytest.mark.check("composes")
+def test_composed(engine: FullCodec, scratch: Scratch, vector: Vector) -> None:
+    with scratch() as tmp:
+        engine.compose(vector.deltas, tmp / "composed")
+        if "canonical" in engine.capabilities:
+            _assert_same_delta(vector.path / "composed", tmp / "composed")
+        if "lineage" in engine.capabilities:
+            assert _lineage(tmp / "composed") == _lineage(vector.path / "composed"), "the range's lineage"
+        found = applied(engine, tmp / "composed", vector.state("base.safetensors"))
+        assert_bit_equal(vector.state("expected.safetensors"), found, vector.name)
+
+
+def _lineage(delta: Path) -> dict[str, Any] | None:
+    """What a composed delta's lineage says of the range; the hash is that of its own payload."""
+    lineage = oracle.read_lineage(delta)
+    return lineage and {key: value for key, value in lineage.items() if key != "payload_sha256"}
+
+
+@_each(lambda v: _valid(v) and "base_digest" in v.expected, "digests")
+@pytest.mark.check("refuses")
+def test_digests(engine: FullCodec, vector: Vector) -> None:
+    """What a receiver tells states apart by."""
+    for which, key in (("base", "base_digest"), ("expected", "digest")):
+        if key in vector.expected:
+            found = engine.digest(vector.state(f"{which}.safetensors"))
+            assert found == vector.expected[key], f"{which}: expected {vector.expected[key]}, found {found}"
+
+
+@_each(lambda v: bool(v.expected.get("lineage")), "lineage")
+@pytest.mark.check("refuses")
+def test_followed(engine: FullCodec, vector: Vector) -> None:
+    """A lineage that fits is taken, and leads to the expected digest."""
+    weights, digest = vector.state("base.safetensors"), vector.expected["base_digest"]
+    for delta in vector.deltas:
+        digest = engine.follow(delta, weights, digest)
+    assert digest == vector.expected["digest"], f"expected {vector.expected['digest']}, found {digest}"
+    assert_bit_equal(vector.state("expected.safetensors"), weights, vector.name)
+
+
+@_each(lambda v: not _valid(v) and v.has("base.safetensors") and not v.has("deltas"))
+@pytest.mark.check("refuses")
+def test_refused(engine: FullCodec, vector: Vector) -> None:
+    """Refused for its reason, with the state as it was; to a digest where the fault is in the lineage."""
+    base = vector.state("base.safetensors")
+    if "digest" in vector.expected:
+        error = raised(lambda weights: engine.follow(vector.delta, weights, vector.expected["digest"]), base)
+    else:
+        error = refusal(engine, vector.delta, base)
+    assert_reason(engine, error, vector.expected["reason"])
+
+
+@_each(lambda v: not _valid(v) and v.has("deltas"), "composes")
+@pytest.mark.check("refuses")
+def test_not_composed(engine: FullCodec, scratch: Scratch, vector: Vector) -> None:
+    with scratch() as tmp:
+        error = raised(lambda _: engine.compose(vector.deltas, tmp / "composed"), vector.state("base.safetensors"))
+        assert not (tmp / "composed").exists(), "refused, and yet something was written"
+    assert_reason(engine, error, vector.expected["reason"])
+
+
+# -- beyond 2^31: states of zeros, whose memory is not touched unless something is written ---------------------------
+
+
+def _zeros(vector: Vector) -> dict[str, Tensor]:
+    state = {}
+    for name, what in vector.expected["zeros"].items():
+        code, shape = what["dtype"], what["shape"]
+        assert oracle.width(code) == 1, f"{name}: tensors of {code} would be too large"
+        state[name] = torch.zeros(shape, dtype=torch.uint8).view(oracle.DTYPES[code])
+    return state
+
+
+def _assert_after(state: dict[str, Tensor], after: dict[str, dict[str, list[int]]]) -> None:
+    for name, tensor in state.items():
+        flat = tensor.view(torch.uint8).view(-1)
+        expected = after.get(name, {"positions": [], "bits": []})
+        found = [int(flat[at]) for at in expected["positions"]]
+        assert found == expected["bits"], f"{name} at {expected['positions']}: found {found}"
+        written = sum(_nonzero(part) for part in flat.split(2**26))
+        assert written == len(found), f"{name}: {written} elements written, expected {len(found)}"
+
+
+def _nonzero(part: Tensor) -> int:
+    return int(torch.count_nonzero(part))
+
+
+@_each(lambda v: _valid(v) and "zeros" in v.expected)
+@pytest.mark.check("bit_exact")
+def test_large_applied(engine: FullCodec, vector: Vector) -> None:
+    state = _zeros(vector)
+    engine.apply(vector.delta, state)
+    _assert_after(state, vector.expected["after"])
+
+
+@_each(lambda v: not _valid(v) and "zeros" in v.expected)
+@pytest.mark.check("refuses")
+def test_large_refused(engine: FullCodec, vector: Vector) -> None:
+    state = _zeros(vector)
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # a third party's exception, whatever it is
+        engine.apply(vector.delta, state)
+    assert_reason(engine, caught.value, vector.expected["reason"])
+    _assert_after(state, {})

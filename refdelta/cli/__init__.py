@@ -1,0 +1,45 @@
+"""The `refdelta` command. Exit 0: it holds; 1: a check failed; 2: bad usage or refused input.
+
+Everything refused is one line on standard error, ``error: [reason] detail``. torch is imported by the commands that
+need it, so that help and usage errors are quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+# Typer carries its own copy of click and exports none of its exceptions' base.
+from typer._click.exceptions import ClickException
+
+from refdelta.cli.checkpoints import apply, diff, verify
+from refdelta.cli.deltas import compose, inspect
+from refdelta.cli.output import REFUSED, print_error
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+for command in (diff, apply, inspect, verify, compose):
+    app.command()(command)
+
+
+@app.callback()
+def refdelta() -> None:
+    """Sparse deltas (sparse_delta v2): make, apply, look into, verify and compose them."""
+
+
+def main() -> None:
+    """Entry point of the `refdelta` command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command with ``arguments`` and return its exit code."""
+    try:
+        code = app(list(arguments), standalone_mode=False)
+    except ClickException as error:
+        print_error("bad_option", error.format_message())
+        return REFUSED
+    except typer.Abort:
+        return 130
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,265 @@
+"""Files and directories as the codec needs them: opened without waiting, read exactly, written whole or not at all.
+
+What is written comes to be in a workshop, a hidden sibling ``.NAME.<hex>.tmp`` of the target, is synced there and moved
+into place in one step. A writer that is killed leaves its workshop behind. It is no delta and no checkpoint (what it
+holds lies one level deeper), may be removed at any time, and the next writer of the same target removes it once it has
+lain there for `LEFTOVER_AGE_S`, unless it holds the former target as ``old`` (where the file system cannot exchange two
+directories, and the writer died between two renames).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import glob
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from refdelta.spec import DeltaError, Reason
+
+__all__ = [
+    "LEFTOVER_AGE_S",
+    "Folder",
+    "new_directory",
+    "new_file",
+    "open_file",
+    "read_exactly",
+    "read_into",
+    "write_file",
+    "write_hashed",
+]
+
+LEFTOVER_AGE_S: Final = 3600
+"""Seconds after which a workshop that no process holds locked counts as abandoned."""
+
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_AT_FDCWD: Final = -100
+_RENAME_NOREPLACE: Final = 1
+_RENAME_EXCHANGE: Final = 2
+_WITHOUT_FLAGS: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+
+
+# Reading
+
+
+class Folder:
+    """A directory held open, so that all files come from the same one even if a link to it is moved meanwhile.
+
+    missing: the reason for refusing where the directory or a file of it is not there.
+    """
+
+    def __init__(self, path: Path, missing: Reason = Reason.NOT_A_DELTA) -> None:
+        self.path = path
+        self.missing = missing
+
+    def __enter__(self) -> Folder:
+        try:
+            self.fd = os.open(self.path, _DIRECTORY)
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            raise DeltaError(self.missing, f"no directory {self.path}") from None
+        except OSError as error:
+            raise DeltaError(Reason.UNREADABLE, f"{self.path}: {error.strerror}") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+
+    def open(self, name: str) -> FileIO:
+        """The regular file ``name``, a path relative to the directory; does not wait at a FIFO."""
+        return open_file(self.path / name, self.missing, name, self.fd)
+
+    def is_current(self) -> bool:
+        """Whether the path still leads to the directory that is held open."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self.fd))
+        except OSError:
+            return False
+
+
+def open_file(path: Path, missing: Reason, name: str | None = None, dir_fd: int | None = None) -> FileIO:
+    """The regular file at ``path`` (or ``name`` in the open directory ``dir_fd``), without waiting at a FIFO."""
+    try:
+        fd = os.open(path if name is None else name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        raise DeltaError(missing, f"no file {path}") from None
+    except OSError as error:
+        raise DeltaError(Reason.UNREADABLE, f"{path}: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise DeltaError(Reason.UNREADABLE, f"{path} is not a regular file")
+    return FileIO(fd, "rb")
+
+
+def read_exactly(file: FileIO, size: int) -> Tensor:
+    """[size] uint8: the next bytes of an unbuffered file."""
+    data = torch.empty(size, dtype=torch.uint8)
+    read_into(data.numpy().data, file.readinto)
+    return data
+
+
+def read_into(view: memoryview, read: Callable[[memoryview], int | None]) -> None:
+    """Fill ``view`` by as many calls of ``read`` as it takes; `DeltaError` (unreadable) where the file ends early."""
+    at = 0
+    while at < len(view):
+        try:
+            got = read(view[at:])
+        except OSError as error:
+            raise DeltaError(Reason.UNREADABLE, f"read failed: {error.strerror}") from None
+        if not got:
+            raise DeltaError(Reason.UNREADABLE, f"the file ends {len(view) - at} bytes early")
+        at += got
+
+
+# Writing
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write and sync a new file."""
+    with path.open("xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
+    """As `write_file`; returns the file's SHA-256, 64 hexadecimal digits."""
+    sha256 = hashlib.sha256()
+
+    def hashed() -> Iterator[bytes | memoryview]:
+        for chunk in chunks:
+            sha256.update(chunk)
+            yield chunk
+
+    write_file(path, hashed())
+    return sha256.hexdigest()
+
+
+Replaceable = Callable[[Path], bool]
+"""Whether what is at a path may be replaced."""
+
+
+@contextmanager
+def new_directory(target: Path, replaceable: Replaceable | None = None) -> Iterator[Path]:
+    """An empty directory that becomes ``target`` at the end of the block, or is removed where the block fails.
+
+    Raises `DeltaError`: target_exists where there is anything that is not ``replaceable``, write_failed where the file
+    system refuses. A reader sees what was there before or all that is new (for a moment nothing, on file systems that
+    cannot exchange two directories).
+    """
+    with _new(target, replaceable) as place:
+        place.mkdir()
+        yield place
+        for folder, _, _ in os.walk(place):
+            _sync_directory(Path(folder))
+
+
+@contextmanager
+def new_file(target: Path, replaceable: Replaceable | None = None) -> Iterator[Path]:
+    """As `new_directory`: a path for one file, which the block writes and syncs."""
+    with _new(target, replaceable) as place:
+        yield place
+
+
+@contextmanager
+def _new(target: Path, replaceable: Replaceable | None) -> Iterator[Path]:
+    _check_target(target, replaceable)
+    try:
+        with _workshop(target) as workshop:
+            place = workshop / "new"
+            yield place
+            _check_target(target, replaceable)
+            _move(place, target, workshop / "old")
+            _sync_directory(target.parent)
+    except OSError as error:
+        # Moving onto what another writer has put there meanwhile.
+        lost = error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR) and os.path.lexists(target)
+        raise DeltaError(
+            Reason.TARGET_EXISTS if lost else Reason.WRITE_FAILED, f"{target}: {error.strerror}"
+        ) from error
+
+
+def _check_target(target: Path, replaceable: Replaceable | None) -> None:
+    if "\0" in os.fspath(target):
+        raise DeltaError(Reason.WRITE_FAILED, f"{target}: the path has a NUL character")
+    if os.path.lexists(target) and not (replaceable and replaceable(target)):
+        kept = "; it holds other things, so it is not replaced" if replaceable else ""
+        raise DeltaError(Reason.TARGET_EXISTS, f"{target}{kept}")
+
+
+def _move(source: Path, target: Path, old: Path) -> None:
+    """``source`` becomes ``target``; what was there comes to lie in ``source``'s place, or at ``old``."""
+    flag = _RENAME_EXCHANGE if os.path.lexists(target) else _RENAME_NOREPLACE
+    try:
+        _rename(source, target, flag)
+    except OSError as error:
+        if error.errno not in _WITHOUT_FLAGS:
+            raise
+        if flag == _RENAME_EXCHANGE:
+            target.rename(old)
+        source.rename(target)
+
+
+def _rename(source: Path, target: Path, flag: int) -> None:
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        raise OSError(errno.ENOSYS, "no renameat2") from None
+    if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flag):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+@contextmanager
+def _workshop(target: Path) -> Iterator[Path]:
+    """A directory beside ``target``, locked against `_remove_leftovers`, and removed with all that is in it."""
+    _remove_leftovers(target)
+    workshop = target.with_name(f"{_prefix(target)}{secrets.token_hex(8)}.tmp")
+    workshop.mkdir()
+    fd = os.open(workshop, _DIRECTORY)
+    try:
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield workshop
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+        os.close(fd)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what killed writers of ``target`` have left: old, locked by nobody, and not holding the former target."""
+    for path in target.parent.glob(f"{glob.escape(_prefix(target))}*.tmp"):
+        with suppress(OSError):
+            if time.time() - path.lstat().st_mtime < LEFTOVER_AGE_S or (path / "old").exists():
+                continue
+            fd = os.open(path, _DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+            finally:
+                os.close(fd)
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name[:40]}."
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, _DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

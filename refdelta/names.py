@@ -1,0 +1,47 @@
+"""Names of a trainer's tensors as the checkpoint has them: without what wrappers put in.
+
+Compilers, data-parallel and adapter wrappers hold the model as a submodule, whose name comes to stand in every name
+below it: ``_orig_mod.model.layers.0._fsdp_wrapped_module.mlp.weight``. The files have none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from refdelta.spec import DeltaError, Reason
+
+__all__ = ["WRAPPERS", "checkpoint_name", "checkpoint_names"]
+
+WRAPPERS: Final = (
+    ("_orig_mod",),  # torch.compile
+    ("_fsdp_wrapped_module",),  # FullyShardedDataParallel
+    ("_checkpoint_wrapped_module",),  # activation checkpointing
+    ("module",),  # DistributedDataParallel, DeepSpeed
+    ("base_model", "model"),  # PEFT
+)
+"""What wrappers put in, as the parts of a name between its dots."""
+
+
+def checkpoint_name(name: str) -> str:
+    """``name`` without every wrapper, wherever they stand and however they are nested; the last part always stays."""
+    *parents, own = name.split(".")
+    kept: list[str] = []
+    for part in parents:
+        kept.append(part)
+        for wrapper in WRAPPERS:
+            if tuple(kept[-len(wrapper) :]) == wrapper:
+                del kept[-len(wrapper) :]
+    return ".".join((*kept, own))
+
+
+def checkpoint_names(names: Iterable[str]) -> Mapping[str, str]:
+    """Each of ``names`` with its `checkpoint_name`. Raises `DeltaError` (duplicate_name) where two get the same."""
+    found: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for name in names:
+        found[name] = checkpoint_name(name)
+        other = taken.setdefault(found[name], name)
+        if other != name:
+            raise DeltaError(Reason.DUPLICATE_NAME, f"what {other} and {name} are without their wrappers", found[name])
+    return found
