@@ -1,6 +1,6 @@
 """Plumbing of the suite: options, engine, selection, and the matrix at the end. See `options`, `engines`, `matrix`.
 
-Fixtures: `options` (Options), `engine` (the codec under test), `scratch` (makes directories).
+Fixtures: `options` (Options), `engine` (the codec under test), `codes` (its dtypes), `scratch` (makes directories).
 Profiles of Hypothesis: `ci` (derandomised, the default), `nightly` (random, more examples, keeps failing ones), `quick`
 (as `ci`, without shrinking). Nothing is written into the working directory, but for what pytest's own cache writes
 (`-p no:cacheprovider` turns that off).
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,9 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from conformance import engines, matrix
+from conformance.driving import Scratch
 from conformance.options import Options, add_options, options_of
+from conformance.strategies import codes_for
 
 HERE = Path(__file__).parent
 
@@ -34,7 +36,7 @@ def _hypothesis_profiles() -> None:
     set_hypothesis_home_dir(home)
     # Examples cost file input and output here, so their time says nothing about the strategies.
     common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-    settings.register_profile("ci", common, derandomize=True, database=None, max_examples=60)
+    settings.register_profile("ci", common, derandomize=True, database=None, max_examples=100)
     quick = [Phase.explicit, Phase.generate]
     settings.register_profile("quick", common, derandomize=True, database=None, max_examples=60, phases=quick)
     database = DirectoryBasedExampleDatabase(Path(home) / "examples")
@@ -178,7 +180,13 @@ def engine(pytestconfig: pytest.Config) -> engines.FullCodec:
 
 
 @pytest.fixture(scope="session")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], AbstractContextManager[Path]]:
+def codes(engine: engines.FullCodec) -> tuple[str, ...]:
+    """The dtype codes that the codec under test must take."""
+    return codes_for(engine.capabilities)
+
+
+@pytest.fixture(scope="session")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
     """Makes an empty directory that is gone after its `with` block, as often as a property has examples."""
     root = tmp_path_factory.mktemp("scratch")
     return lambda: _scratch(root)

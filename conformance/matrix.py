@@ -122,7 +122,7 @@ class Matrix:
     def add(self, report: pytest.TestReport) -> None:
         """Count one phase of one test; a failing set-up or tear-down fails its check."""
         said = {key: str(value) for key, value in report.user_properties if key in _PROPERTIES}
-        if "check" not in said:
+        if "check" not in said or (report.passed and report.when != "call"):
             return
         cell = self.expect(said["check"], said["row"])
         if report.failed:
@@ -130,7 +130,7 @@ class Matrix:
         elif report.skipped:
             cell.skipped += 1
             self.skips[said["check"], said["row"], _skip_reason(report)] += 1
-        elif report.when == "call":
+        else:
             cell.passed += 1
 
     @property

@@ -16,6 +16,7 @@ Deltas (a *state* is a mapping name -> tensor)::
     expected_state(base, patches)         the state after; base is not touched
     delta_patch(tensor_name, tensor, indices, new_values) -> Patch
     write_delta(directory, patches, total_elements, **overrides) -> Path
+    draft(patches, total), disassemble(directory) -> Draft    a delta taken apart, to be changed and written
     read_delta(directory) -> RawDelta     strict: raises OracleError naming the first thing that is wrong
     canonical_payload(patches) -> bytes   the bytes of `delta.safetensors` that the format prescribes
 
@@ -46,6 +47,9 @@ DELTA_FILE = "delta.safetensors"
 METADATA_FILE = "metadata.json"
 I32_ELEMENTS = 2**31
 """A tensor of up to this many elements has I32 indices, a larger one I64."""
+MAX_HEADER_BYTES = 100_000_000
+NON_FLOATING = "non_floating_values"
+"""The extension that values of integer, bool and complex tensors need in `requires`."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -110,7 +114,7 @@ def bits(tensor: Tensor) -> Bits:
     return carried.numpy().view(_UNSIGNED[plain.dtype.itemsize]).copy()
 
 
-def from_bits(patterns: Bits, code: str, shape: Sequence[int]) -> Tensor:
+def from_bits(patterns: Bits | Sequence[int], code: str, shape: Sequence[int]) -> Tensor:
     """The contiguous tensor of dtype `code` and `shape` whose elements have these bit patterns."""
     raw = np.array(patterns, dtype=unsigned(code), copy=True).reshape(-1).view(np.uint8)
     carried = torch.from_numpy(raw).view(_CARRIER[width(code)])
@@ -271,7 +275,7 @@ def unpack(raw: bytes) -> tuple[list[Entry], dict[str, str], int]:
         raise OracleError(f"a safetensors file of {len(raw)} bytes")
     (length,) = struct.unpack("<Q", raw[:8])
     start = 8 + length
-    if start > len(raw):
+    if start > len(raw) or length > MAX_HEADER_BYTES:
         raise OracleError(f"header of {length} bytes in a file of {len(raw)}")
     header = json.loads(raw[8:start].decode(), object_pairs_hook=_no_duplicates)
     metadata = header.pop("__metadata__", {})
@@ -323,11 +327,16 @@ class Draft:
     header_metadata: dict[str, str] | None = field(default_factory=dict)
     """`__metadata__` of the safetensors header."""
 
+    def files(self) -> dict[str, bytes]:
+        """The content of both files, the payload first."""
+        text = json.dumps(self.metadata, ensure_ascii=False)
+        return {DELTA_FILE: pack(self.entries, self.header_metadata), METADATA_FILE: text.encode()}
+
     def write(self, directory: Path) -> Path:
-        """Write both files, the payload first."""
+        """Write both files; the directory is made."""
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / DELTA_FILE).write_bytes(pack(self.entries, self.header_metadata))
-        (directory / METADATA_FILE).write_text(json.dumps(self.metadata, ensure_ascii=False), encoding="utf-8")
+        for name, content in self.files().items():
+            (directory / name).write_bytes(content)
         return directory
 
     def entry(self, key: str) -> Entry:
@@ -373,8 +382,11 @@ def draft(patches: Sequence[Patch], total: int, *, indices: str | None = None) -
     return Draft(metadata, entries, {"layer_names": json.dumps(names, ensure_ascii=False, separators=(",", ":"))})
 
 
-NON_FLOATING = "non_floating_values"
-"""The extension that values of integer, bool and complex tensors need in `requires`."""
+def disassemble(directory: Path) -> Draft:
+    """The parts of a delta whose files can be read, whatever they say."""
+    metadata = json.loads((directory / METADATA_FILE).read_text(encoding="utf-8"))
+    entries, header_metadata, _ = unpack((directory / DELTA_FILE).read_bytes())
+    return Draft(metadata, entries, header_metadata)
 
 
 def density_pct(changed: int, total: int) -> float:
@@ -428,10 +440,13 @@ def _metadata(directory: Path) -> dict[str, Any]:
     _require(metadata.get("format") == "sparse_delta", f"format {metadata.get('format')!r}")
     _require(metadata.get("format_version") == 2, f"format_version {metadata.get('format_version')!r}")
     names, shapes = metadata["layer_names"], metadata["layer_shapes"]
+    _require(isinstance(names, list) and all(isinstance(name, str) and name for name in names), f"layer_names {names}")
+    _require(isinstance(shapes, list) and all(isinstance(shape, list) for shape in shapes), f"layer_shapes {shapes}")
     _require(len(names) == len(shapes) == len(set(names)), f"names {names} against shapes {shapes}")
-    _require(all(isinstance(name, str) and name for name in names), f"layer_names {names}")
     dims = [dim for shape in shapes for dim in shape]
     _require(all(type(dim) is int and dim >= 0 for dim in dims), f"layer_shapes {shapes}")
+    requires = metadata.get("requires", [])
+    _require(isinstance(requires, list) and set(requires) <= {NON_FLOATING}, f"requires {requires}")
     return dict(metadata)
 
 
@@ -449,6 +464,10 @@ def read_delta(directory: Path) -> RawDelta:
         _read_patch(i, name, shape, by_key) for i, (name, shape) in enumerate(zip(names, shapes, strict=True))
     )
     _check_counts(metadata, patches)
+    undeclared = [
+        p.code for p in patches if p.code not in FLOATING and NON_FLOATING not in metadata.get("requires", [])
+    ]
+    _require(not undeclared, f"values of {undeclared} without the extension {NON_FLOATING}")
     codes = tuple(by_key[f"{i}.indices"].code for i in range(len(names)))
     return RawDelta(metadata, patches, codes, start, sum(len(entry.data) for entry in entries))
 
@@ -468,7 +487,8 @@ def _read_patch(number: int, name: str, shape: Sequence[int], by_key: Mapping[st
 
 def _check_counts(metadata: Mapping[str, Any], patches: Sequence[Patch]) -> None:
     changed, total = sum(len(patch.indices) for patch in patches), metadata["total_elements"]
-    _require(metadata["changed_elements"] == changed, f"changed_elements {metadata['changed_elements']}, not {changed}")
+    counted = metadata["changed_elements"]
+    _require(type(counted) is int and counted == changed, f"changed_elements {counted!r}, not {changed}")
     _require(type(total) is int and total >= sum(patch.numel for patch in patches), f"total_elements {total!r}")
     density = density_pct(changed, total)
     _require(abs(metadata["density_pct"] - density) < 1e-9, f"density_pct {metadata['density_pct']}, not {density}")

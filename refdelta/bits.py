@@ -125,13 +125,15 @@ def positions_at(t: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """
     rest = offsets.to(device=t.device, dtype=torch.int64).clone()
     positions, inside = torch.zeros_like(rest), rest >= 0
+    if not t.numel():
+        return positions, torch.zeros_like(inside)
     row_major = itertools.accumulate(reversed(t.shape[1:]), operator.mul, initial=1)
     dims = zip(t.stride(), t.shape, reversed(list(row_major)), strict=True) if t.dim() else iter(())
     for stride, size, weight in sorted((dim for dim in dims if dim[1] != 1), reverse=True):
         coordinate = rest.div(stride, rounding_mode="floor").clamp_(0, size - 1)
         rest -= coordinate * stride
         positions += coordinate * weight
-    return positions, inside & (rest == 0) & (t.numel() > 0)
+    return positions, inside & (rest == 0)
 
 
 def extent(t: Tensor) -> int:
@@ -157,7 +159,7 @@ class _Piece:
     b: Tensor
 
     def flat(self) -> tuple[Tensor, Tensor]:
-        return self.a.reshape(-1), self.b.reshape(-1).to(self.a.device)
+        return self.a.reshape(-1).contiguous(), self.b.reshape(-1).contiguous().to(self.a.device)
 
 
 def _over_pieces(work: Callable[[_Piece], T], a: Tensor, b: Tensor) -> Iterator[T]:
@@ -212,6 +214,6 @@ def _differing_piece(piece: _Piece) -> Tensor:
 def _words(x: Tensor, y: Tensor) -> tuple[Bits, Bits]:
     """Two flat CPU bit views as arrays, of 8-byte words where length and alignment allow: those compare fastest."""
     lanes = 8 // x.element_size()
-    if x.numel() % lanes or x.storage_offset() % lanes or y.storage_offset() % lanes:
+    if not x.numel() or x.numel() % lanes or x.storage_offset() % lanes or y.storage_offset() % lanes:
         return x.numpy(), y.numpy()
     return x.view(torch.int64).numpy(), y.view(torch.int64).numpy()

@@ -226,6 +226,9 @@ def _new_directory(target: Path) -> Iterator[Path]:
     temporary = target.with_name(f".{target.name[:40]}.{secrets.token_hex(8)}.tmp")
     try:
         temporary.mkdir()
+    except (OSError, ValueError) as error:
+        raise DeltaError(Reason.WRITE_FAILED, f"{target}: {error}") from None
+    try:
         yield temporary
         _sync_directory(temporary)
         temporary.rename(target)

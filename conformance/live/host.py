@@ -49,17 +49,23 @@ class Server:
         self.engine.import_vllm()
         return time.monotonic() - began
 
-    def forked_truth(self, start: dict[str, Any], prompts: list[list[int]], out: str, limit_s: float) -> None:
-        """Fork a child that starts an engine and writes its truth to ``out``; kill its whole group afterwards."""
-        gc.freeze()  # vLLM collects six times while it starts; what the imports left need not be visited again
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            os._exit(_in_fork(Engine(worker_start="fork"), start, prompts, out))  # no shutdown: the group is killed
-        status = _wait(child, limit_s)
-        _kill_group(child)
-        if status != 0:
-            raise RuntimeError(f"the truth engine ended with status {status}; see the log of the host")
+    def forked_truths(self, jobs: list[dict[str, Any]], at_once: int, limit_s: float) -> None:
+        """Fork a child for each job (the arguments of `write_truth`), ``at_once`` at a time; kill each one's group."""
+        gc.freeze()  # vLLM collects several times while it starts; what the imports left need not be visited again
+        waiting, running = list(jobs), dict[int, float]()
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                running[_fork(waiting.pop(0))] = time.monotonic() + limit_s
+            for child, deadline in list(running.items()):
+                if (status := _ended(child, deadline)) is None:
+                    continue
+                del running[child]
+                _kill_group(child)
+                if status != 0:
+                    for other in running:
+                        _kill_group(other)
+                    raise RuntimeError(f"a truth engine ended with status {status}; see the log of the host")
+            time.sleep(0.005)
 
     def plain_truth(self, start: dict[str, Any], prompts: list[list[int]], out: str) -> None:
         """The same in this process, for comparison with a forked child."""
@@ -74,9 +80,18 @@ def write_truth(engine: Engine, start: dict[str, Any], prompts: list[list[int]],
     (Path(out) / "outputs.json").write_text(json.dumps(outputs))
 
 
-def _in_fork(engine: Engine, start: dict[str, Any], prompts: list[list[int]], out: str) -> int:
+def _fork(job: dict[str, Any]) -> int:
+    """The pid of a child, leader of its own group, that writes one truth."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os._exit(_in_fork(Engine(worker_start="fork"), job))  # no shutdown: the group is killed
+    return child
+
+
+def _in_fork(engine: Engine, job: dict[str, Any]) -> int:
     try:
-        write_truth(engine, start, prompts, out)
+        write_truth(engine, **job)
     except BaseException:
         traceback.print_exc()
         return 1
@@ -86,14 +101,13 @@ def _in_fork(engine: Engine, start: dict[str, Any], prompts: list[list[int]], ou
     return 0
 
 
-def _wait(child: int, timeout: float) -> int | str:
-    """The exit status of ``child``, or "timeout"."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
+def _ended(child: int, deadline: float) -> int | str | None:
+    """The exit status of ``child``, "timeout" after it was killed for being late, None while it runs."""
+    done, status = os.waitpid(child, os.WNOHANG)
+    if done:
+        return os.waitstatus_to_exitcode(status)
+    if time.monotonic() < deadline:
+        return None
     _kill_group(child)
     os.waitpid(child, 0)
     return "timeout"

@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from conformance.live.truth import Truth, Truths, prompts
 
 _REASON = re.compile(r"refdelta\[([a-z_]+)\]")
 _MAX_SHOWN = 8
+_BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +117,30 @@ class Row:
 
     # --- states, truths, deltas ---
 
-    def truth(self, state: Mapping[str, Any]) -> Truth:
+    def truth(self, state: State) -> Truth:
         """What a fresh engine on ``state`` holds and answers."""
         if self._last_truth is not None and self._last_truth[0] is state:
             return self._last_truth[1]
-        directory = with_state(self.checkpoint.directory, state, self._scratch / f"state{next(self._count)}")
-        try:
-            found = self.truths.of(replace(self.checkpoint, directory=directory), self.tp)
-        finally:
-            shutil.rmtree(directory)
+        (found,) = self.truths_of([state])
         self._last_truth = (state, found)
         return found
+
+    def with_truths(self, states: Iterable[State]) -> Iterator[tuple[State, Truth]]:
+        """Each state with its truth; as many as memory allows are asked for at once, so that engines start together."""
+        size = sum(tensor.numel() * tensor.itemsize for tensor in self.base.values())
+        pending = iter(states)
+        while batch := list(itertools.islice(pending, max(1, _BATCH_BYTES // size))):
+            yield from zip(batch, self.truths_of(batch), strict=True)
+
+    def truths_of(self, states: Sequence[State]) -> list[Truth]:
+        """The truths of several states."""
+        base, root = self.checkpoint.directory, self._scratch
+        made = [with_state(base, state, root / f"state{next(self._count)}") for state in states]
+        try:
+            return self.truths.of([replace(self.checkpoint, directory=directory) for directory in made], self.tp)
+        finally:
+            for directory in made:
+                shutil.rmtree(directory)
 
     def delta(self, target: Mapping[str, Any]) -> Path:
         """The delta from `current` to ``target``, by the encoder under test."""

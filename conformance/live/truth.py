@@ -7,6 +7,7 @@ fork carries no engine state: the zygote never builds one, and `test_live` compa
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -67,41 +68,53 @@ class Truths:
         self.asked = 0
         """How many engines were started."""
 
-    def of(self, checkpoint: Checkpoint, tp: int) -> Truth:
-        """The truth of ``checkpoint`` at tensor-parallel size ``tp``."""
-        key = (content_digest(checkpoint.directory), tp, json.dumps(dict(checkpoint.hf_overrides), sort_keys=True))
-        if key not in self._known:
-            self._known[key] = self._fresh(checkpoint, tp)
-            self._drop_oldest()
-        self._known.move_to_end(key)
-        return self._known[key]
+    def of(self, wanted: Sequence[Checkpoint], tp: int) -> list[Truth]:
+        """The truths of checkpoints at tensor-parallel size ``tp``; several fresh engines run at once."""
+        keys = [self._key(checkpoint, tp) for checkpoint in wanted]
+        missing = {key: checkpoint for key, checkpoint in zip(keys, wanted, strict=True) if key not in self._known}
+        jobs = {key: self._job(checkpoint, tp) for key, checkpoint in missing.items()}
+        if jobs:
+            at_once = max(1, (os.cpu_count() or 1) // tp)
+            limits = {"at_once": at_once, "limit_s": START_TIMEOUT}
+            self._warm().call("forked_truths", timeout=START_TIMEOUT * len(jobs), jobs=list(jobs.values()), **limits)
+        self._known.update((key, Truth(Path(job["out"]))) for key, job in jobs.items())
+        found = [self._known[key] for key in keys]
+        for key in keys:
+            self._known.move_to_end(key)
+        self._drop_oldest(len(keys))
+        return found
 
     def plain(self, checkpoint: Checkpoint, tp: int) -> Truth:
         """The same from a child that forks nothing, not remembered."""
         with Host(environment(plugins="", unpack=True), self._root / "plain.log") as host:
-            return self._ask(host, "plain_truth", checkpoint, tp)
+            job = self._job(checkpoint, tp)
+            host.call("plain_truth", timeout=START_TIMEOUT, **job)
+        return Truth(Path(job["out"]))
 
     def close(self) -> None:
         """End the zygote."""
         if self._zygote is not None:
             self._zygote.kill()
 
-    def _fresh(self, checkpoint: Checkpoint, tp: int) -> Truth:
+    def _warm(self) -> Host:
         if self._zygote is None:
             self._zygote = Host(environment(plugins="", unpack=True), self._root / "zygote.log")
             self._zygote.call("warm", timeout=START_TIMEOUT)
-        return self._ask(self._zygote, "forked_truth", checkpoint, tp, limit_s=START_TIMEOUT)
+        return self._zygote
 
-    def _ask(self, host: Host, command: str, checkpoint: Checkpoint, tp: int, **arguments: Any) -> Truth:
+    @staticmethod
+    def _key(checkpoint: Checkpoint, tp: int) -> tuple[str, int, str]:
+        overrides = json.dumps(dict(checkpoint.hf_overrides), sort_keys=True)
+        return content_digest(checkpoint.directory), tp, overrides
+
+    def _job(self, checkpoint: Checkpoint, tp: int) -> dict[str, Any]:
         self.asked += 1
         out = self._root / f"truth{self.asked}"
         out.mkdir()
         start = {"checkpoint": str(checkpoint.directory), "tp": tp, "hf_overrides": dict(checkpoint.hf_overrides)}
-        asked = prompts(checkpoint.vocab_size)
-        host.call(command, timeout=START_TIMEOUT + 30, start=start, prompts=asked, out=str(out), **arguments)
-        return Truth(out)
+        return {"start": start, "prompts": prompts(checkpoint.vocab_size), "out": str(out)}
 
-    def _drop_oldest(self) -> None:
-        while len(self._known) > 2 and sum(truth.size for truth in self._known.values()) > KEEP_BYTES:
+    def _drop_oldest(self, in_use: int) -> None:
+        while len(self._known) > in_use and sum(truth.size for truth in self._known.values()) > KEEP_BYTES:
             _, oldest = self._known.popitem(last=False)
             shutil.rmtree(oldest.directory)

@@ -27,6 +27,7 @@ from vllm.logger import init_logger
 from refdelta.spec import DeltaError, Reason
 from refdelta.vllm import compat
 from refdelta.vllm.allowlist import check_engine
+from refdelta.vllm.options import check_options
 from refdelta.vllm.ranks import RankGroup, StepFailed
 from refdelta.vllm.session import Session, Target
 from refdelta.vllm.startup import prove
@@ -63,7 +64,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         compat.check_version()
         check_engine(vllm_config, model)
-        _check_options(vllm_config.additional_config)
+        check_options(vllm_config.additional_config)
         compat.wrap_worker()
         self.ranks = RankGroup.world()
         self.target: Target = prove(model, compat.checkpoint_directory(self.model_config), self.ranks)
@@ -196,12 +197,6 @@ def _parsed(parse: Callable[[dict[str, Any]], Any], info: Any) -> Any:
         return parse(info)
     except ValueError as error:
         raise DeltaError(Reason.BAD_OPTION, str(error)) from error
-
-
-def _check_options(additional_config: Any) -> None:
-    options = additional_config.get("refdelta", {}) if isinstance(additional_config, dict) else {}
-    if options:
-        raise DeltaError(Reason.BAD_OPTION, f"additional_config['refdelta'] knows no option {sorted(options)}")
 
 
 def _end_engine(why: str) -> None:

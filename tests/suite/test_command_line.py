@@ -1,0 +1,242 @@
+"""The plumbing, run as an adopter runs it: options, selection, exit codes, the matrix, and what is left behind.
+
+Most runs are of a small suite, the plumbing of the real one around tests whose outcomes are known.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from conformance import matrix
+from tests.suite.runs import CONFORMANCE, Outcome, run, run_all
+
+QUIET = ("-q", "-p", "no:cacheprovider")
+ENGINE = "tests.suite.test_command_line"
+
+CODEC_TESTS = """
+import pytest
+pytestmark = pytest.mark.check("bit_exact")
+
+def test_passes(engine):
+    assert engine.name == "little"
+
+@pytest.mark.check("inverts")
+@pytest.mark.needs("inverts")
+def test_skipped(engine):
+    raise AssertionError("ran, although the engine does not declare what it needs")
+
+@pytest.mark.check("minimal")
+def test_fails(engine):
+    assert "x" == "y"
+
+@pytest.fixture
+def broken_fixture():
+    raise RuntimeError("no set-up")
+
+@pytest.mark.check("counted")
+def test_has_no_set_up(broken_fixture):
+    pass
+"""
+
+LIVE_TESTS = """
+import pytest
+from conformance.matrix import set_row
+pytestmark = pytest.mark.check("touch_all")
+ROWS = [pytest.param(tp, marks=pytest.mark.row(f"qwen3-tied tp={tp}")) for tp in (1, 2)]
+
+@pytest.mark.parametrize("tp", ROWS)
+def test_passes(options, tp):
+    assert options.tp == (1, 2)
+
+@pytest.mark.check("aliases")
+@pytest.mark.parametrize("tp", ROWS)
+def test_fails_at_two(tp):
+    assert tp == 1
+
+@pytest.mark.check("shards")
+def test_says_its_row(request):
+    set_row(request.node, "gemma4 tp=2")
+    pytest.skip("one shard only")
+"""
+
+UNMARKED_TEST = """
+def test_of_nothing():
+    pass
+"""
+
+
+class Little:
+    """The smallest engine."""
+
+    name = "little"
+    capabilities: frozenset[str] = frozenset()
+
+    def encode(self, base: object, target: object, out: object) -> None:
+        """Does nothing: the small suite never calls it."""
+
+    def apply(self, delta: object, weights: object) -> None:
+        """Does nothing."""
+
+
+class WithoutApply:
+    name = "without apply"
+    capabilities: frozenset[str] = frozenset()
+
+    def encode(self, base: object, target: object, out: object) -> None:
+        """Does nothing."""
+
+
+class WithoutInvert(Little):
+    capabilities = frozenset({"inverts"})
+
+
+class Boastful(Little):
+    capabilities = frozenset({"flies"})
+
+
+class WithoutCapabilities(Little):
+    capabilities = None  # type: ignore[assignment]  # the fault that is tested
+
+
+RUNS = {
+    "codec": ("test_codec_small.py", "test_live_small.py", "--engine", f"{ENGINE}:Little"),
+    "live": ("test_codec_small.py", "test_live_small.py", "--engine", "vllm"),
+    "skips only": ("test_codec_small.py", "-k", "test_skipped", "--engine", f"{ENGINE}:Little"),
+    "nothing selected": ("test_codec_small.py", "-k", "no_such_test", "--engine", f"{ENGINE}:Little"),
+    "other kind only": ("test_live_small.py", "--engine", f"{ENGINE}:Little"),
+    "collected only": ("test_codec_small.py", "--collect-only", "--engine", f"{ENGINE}:Little"),
+    "unmarked": ("test_codec_unmarked.py", "--engine", f"{ENGINE}:Little"),
+}
+USAGE_ERRORS = {
+    ("--engine", "nonsense"): "Engine 'nonsense' is none of reference, vllm and package.module:Object.",
+    ("--engine", "no.such.module:Codec"): "cannot import no.such.module",
+    ("--engine", f"{ENGINE}:Nobody"): f"{ENGINE} has no Nobody.",
+    ("--engine", f"{ENGINE}:WithoutApply"): "lacks apply.",
+    ("--engine", f"{ENGINE}:WithoutInvert"): "lacks invert.",
+    ("--engine", f"{ENGINE}:Boastful"): "declares unknown capabilities ['flies']",
+    ("--engine", f"{ENGINE}:WithoutCapabilities"): "has no set `capabilities`",
+    ("--tp", "2"): "--tp needs --engine vllm, and the engine is 'reference'.",
+    ("--checkpoint", "some/model"): "--checkpoint needs --engine vllm",
+    ("--mutant", "swap"): "--mutant needs --engine vllm",
+    ("--engine", "vllm", "--tp", "0"): "--tp takes positive numbers, and got '0'.",
+    ("--engine", "vllm", "--tp", "1,two"): "--tp takes positive numbers, and got '1,two'.",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
+    """Label or arguments -> outcome of that run of the small suite."""
+    suite, cwd = tmp_path_factory.mktemp("suite"), tmp_path_factory.mktemp("cwd")
+    shutil.copy(CONFORMANCE / "conftest.py", suite)
+    tests = {"codec_small": CODEC_TESTS, "live_small": LIVE_TESTS, "codec_unmarked": UNMARKED_TEST}
+    for name, text in tests.items():
+        (suite / f"test_{name}.py").write_text(text)
+    runs: dict[object, list[str]] = {
+        label: [*QUIET, *(str(suite / word) if word.endswith(".py") else word for word in words)]
+        for label, words in RUNS.items()
+    }
+    runs |= {words: [*QUIET, str(suite / "test_codec_small.py"), *words] for words in USAGE_ERRORS}
+    found = dict(zip(runs, run_all(list(runs.values()), cwd), strict=True))
+    assert not list(cwd.iterdir()), "a run wrote into the working directory"
+    return found
+
+
+@pytest.mark.parametrize("arguments", list(USAGE_ERRORS), ids=" ".join)
+def test_bad_usage_is_one_sentence(outcomes: dict[object, Outcome], arguments: tuple[str, ...]) -> None:
+    outcome = outcomes[arguments]
+    assert outcome.code == pytest.ExitCode.USAGE_ERROR, outcome.text
+    lines = [line for line in outcome.text.splitlines() if line.strip()]
+    assert len(lines) == 1, outcome.text
+    assert lines[0].startswith("ERROR: ")
+    assert USAGE_ERRORS[arguments] in lines[0]
+
+
+def test_codec_run(outcomes: dict[object, Outcome]) -> None:
+    outcome = outcomes["codec"]
+    assert outcome.code == pytest.ExitCode.TESTS_FAILED
+    expected = dict.fromkeys(matrix.CODEC_CHECKS, "-")
+    assert outcome.words() == expected | {"bit_exact": "pass", "inverts": "skip", "minimal": "FAIL", "counted": "FAIL"}
+    assert "skip inverts [little]: the engine does not declare the capability 'inverts': invert(delta" in outcome.text
+    assert "5 live tests deselected: they need --engine vllm" in outcome.text
+    assert f"\n{matrix.CODEC_PROVES}\n" in outcome.text
+    assert "\nengine     little\n" in outcome.text
+
+
+def test_live_run(outcomes: dict[object, Outcome]) -> None:
+    outcome = outcomes["live"]
+    assert outcome.code == pytest.ExitCode.TESTS_FAILED
+    lines = [line.split() for line in outcome.text.splitlines()]
+    assert ["qwen3-tied", "qwen3-tied", "gemma4"] in lines
+    assert ["tp=1", "tp=2", "tp=2"] in lines
+    assert ["touch_all", "pass", "pass", "-"] in lines
+    assert ["aliases", "pass", "FAIL", "-"] in lines
+    assert ["shards", "-", "-", "skip"] in lines
+    assert "skip shards [gemma4 tp=2]: one shard only (tests: 1)" in outcome.text
+    assert "4 codec tests deselected: they need a codec; this run has --engine vllm" in outcome.text
+    assert f"\n{matrix.LIVE_PROVES}\n" in outcome.text
+    assert "bit_exact" not in outcome.text.partition(" conformance ")[2].partition("short test summary")[0]
+
+
+@pytest.mark.parametrize("label", ["skips only", "nothing selected", "other kind only"])
+def test_judging_nothing_does_not_pass(outcomes: dict[object, Outcome], label: str) -> None:
+    assert outcomes[label].code == pytest.ExitCode.NO_TESTS_COLLECTED, outcomes[label].text
+    assert "Nothing was judged, so nothing passed." in outcomes[label].text
+
+
+def test_collecting_only_prints_no_matrix(outcomes: dict[object, Outcome]) -> None:
+    assert outcomes["collected only"].code == pytest.ExitCode.OK
+    assert "Nothing was judged" not in outcomes["collected only"].text
+
+
+def test_unmarked_test_is_a_usage_error(outcomes: dict[object, Outcome]) -> None:
+    assert outcomes["unmarked"].code == pytest.ExitCode.USAGE_ERROR
+    assert "test_of_nothing names no check" in outcomes["unmarked"].text
+
+
+def test_other_packages_tests_are_left_alone(tmp_path: Path) -> None:
+    """Beside tests of the adopter's own, the suite selects and judges only what is under its directory."""
+    (tmp_path / "test_own.py").write_text("def test_own():\n    pass\n")
+    arguments = (str(CONFORMANCE / "test_codec_counted.py"), "test_own.py", "-k", "own or empty")
+    outcome = run(*QUIET, *arguments, cwd=tmp_path)
+    assert outcome.code == pytest.ExitCode.OK, outcome.text
+    assert "2 passed" in outcome.text
+
+
+def test_engine_from_the_working_directory(tmp_path: Path) -> None:
+    """An adopter's module lies beside their own code."""
+    (tmp_path / "mine.py").write_text("from tests.suite.broken import Plain\nCODEC = Plain()\n")
+    chapter = str(CONFORMANCE / "test_codec_counted.py")
+    outcome = run(*QUIET, chapter, "--engine", "mine:CODEC", cwd=tmp_path)
+    assert outcome.code == pytest.ExitCode.OK, outcome.text
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.py"}
+
+
+PROPERTY = """
+import pytest
+from hypothesis import given, settings, strategies as st
+
+@pytest.mark.check("bit_exact")
+@given(st.integers())
+def test_fails(number):
+    current = settings.get_current_profile_name()
+    assert number < 1000, f"profile {current}, derandomised: {settings().derandomize}"
+"""
+
+
+@pytest.mark.parametrize(("profile", "derandomised", "kept"), [("ci", True, False), ("nightly", False, True)])
+def test_hypothesis_profiles(tmp_path: Path, profile: str, derandomised: bool, kept: bool) -> None:
+    """`nightly` keeps what failed, and neither writes into the working directory."""
+    suite, cwd, temporary = (tmp_path / name for name in ("suite", "cwd", "temporary"))
+    for directory in (suite, cwd, temporary):
+        directory.mkdir()
+    shutil.copy(CONFORMANCE / "conftest.py", suite)
+    (suite / "test_codec_property.py").write_text(PROPERTY)
+    chosen = [] if profile == "ci" else [f"--hypothesis-profile={profile}"]
+    outcome = run(*QUIET, *chosen, str(suite), cwd=cwd, TMPDIR=str(temporary))
+    assert outcome.code == pytest.ExitCode.TESTS_FAILED
+    assert f"profile {profile}, derandomised: {derandomised}" in outcome.text
+    assert not list(cwd.iterdir())
+    assert bool(list(temporary.glob("refdelta-hypothesis-*/examples/*"))) == kept
