@@ -181,6 +181,11 @@ class Table:
     drops: Callable[[str], str | None] = lambda name: None
     """The reason why the engine does not hold a tensor that some files have, by name."""
 
+    def tensors(self) -> dict[str, TensorInfo]:
+        """What hub files of this model hold: name -> shape and dtype."""
+        shapes = {row.source: row.shape for row in self.rows} | {name: shape for name, (shape, _) in self.unused.items()}
+        return {name: TensorInfo(shape, self.dtype) for name, shape in shapes.items()}
+
 
 # --- what it means for one rank ---------------------------------------------------------------------------------------
 
@@ -191,7 +196,7 @@ def lay_out(table: Table, ranks: Ranks, tensors: Mapping[str, TensorInfo] | None
     Raises `DeltaError`: ``unsupported_engine`` where the sizes cannot be cut, ``shape_mismatch`` where the files hold
     other shapes than the table says.
     """
-    sources = _sources(table) if tensors is None else dict(tensors)
+    sources = table.tensors() if tensors is None else dict(tensors)
     _check_shapes(table, sources)
     params: dict[str, TensorInfo] = {}
     regions: list[Region] = []
@@ -206,11 +211,6 @@ def lay_out(table: Table, ranks: Ranks, tensors: Mapping[str, TensorInfo] | None
     aliases = dict([table.tied]) if table.tied and table.tied[1] in mapped else {}
     dropped = dict(_dropped(table, [name for name in sources if name not in mapped and name not in aliases]))
     return LayoutMap(sources, params, tuple(regions), padding, aliases, dropped)
-
-
-def _sources(table: Table) -> dict[str, TensorInfo]:
-    shapes = {row.source: row.shape for row in table.rows} | {name: shape for name, (shape, _) in table.unused.items()}
-    return {name: TensorInfo(shape, table.dtype) for name, shape in shapes.items()}
 
 
 def _check_shapes(table: Table, sources: Mapping[str, TensorInfo]) -> None:

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from refdelta.families.reasons import OTHER_RANKS
 from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo
 from refdelta.spec import DeltaError, Reason
 from refdelta.vllm.dropped import declared_drops
+from refdelta.vllm.tracer import trace_config, trace_config_ranks
 
-__all__ = ["runtime_aliases", "runtime_tensors", "trace_model"]
+__all__ = ["runtime_aliases", "runtime_tensors", "trace_config", "trace_config_ranks", "trace_model"]
 
 aten = torch.ops.aten
 
@@ -82,7 +84,7 @@ def trace_model(model: nn.Module, checkpoint_tensors: Mapping[str, tuple[Sequenc
         regions=tuple(recorder.regions),
         padding={name: tuple(boxes) for name, boxes in recorder.padding.items()},
         aliases=aliases,
-        dropped=declared_drops(model, idle),
+        dropped=declared_drops(model, idle) | {name: OTHER_RANKS for name in idle if name in recorder.empty},
     )
 
 
@@ -122,6 +124,7 @@ class _Recorder(TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self.regions: list[Region] = []
         self.padding: dict[str, list[Box]] = {}
+        self.empty: set[str] = set()
         self._live: dict[int, list[_Placed]] = {}
         for name, tensor in live.items():
             self._live.setdefault(_storage(tensor), []).append(
@@ -148,7 +151,7 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _is_live(self, tensor: object) -> bool:
-        return isinstance(tensor, Tensor) and not tensor.is_meta and _storage(tensor) in self._live
+        return isinstance(tensor, Tensor) and _storage(tensor) in self._live
 
     def _copied(self, target: Tensor, source: Tensor) -> None:
         name = self._source_of.get(_storage(source)) if source.is_meta else None
@@ -156,6 +159,7 @@ class _Recorder(TorchDispatchMode):
         if name is None or source.dtype != self._stand_ins[name].dtype:
             raise _untraceable(f"{param.name} is filled from something other than a view of a checkpoint tensor")
         if target.numel() == 0:
+            self.empty.add(name)
             return
         self.regions.append(
             Region(
