@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ __all__ = [
     "Region",
     "RoutedPatch",
     "TensorInfo",
+    "coverage",
     "layout_from_config",
     "uncovered_elements",
 ]
@@ -261,7 +262,7 @@ class LayoutMap:
         for name, boxes in self.padding.items():
             by_param[name] += [("<padding>", box) for box in boxes]
         for name, owners in by_param.items():
-            missing, clashes = _cover(self.params[name], owners)
+            missing, clashes = coverage(self.params[name], owners)
             overlapping += [(name, a, b) for a, b in clashes]
             if missing:
                 uncovered[name] = missing
@@ -389,20 +390,25 @@ def _routed(patch: TensorPatch, regions: Sequence[Region]) -> Iterator[RoutedPat
 _Extent = tuple[tuple[int, int], ...]  # per axis of the tensor: first, one past the last
 
 
-def _cover(info: TensorInfo, owners: Sequence[tuple[str, Box]]) -> tuple[int, list[tuple[str, str]]]:
-    """Number of elements of a tensor that no box covers, and the pairs of owners whose boxes share an element."""
-    extents = [(owner, _extent(box, info.shape)) for owner, box in owners if box.numel]
-    if all(extent is not None for _, extent in extents):
-        known = [(owner, extent) for owner, extent in extents if extent is not None]
-        clashes = _clashes(known)
-        if not clashes:
-            return info.numel - sum(box.numel for _, box in owners), []
-    return _cover_by_counting(info, owners)
+def coverage(info: TensorInfo, owners: Sequence[tuple[str, Box]]) -> tuple[int, list[tuple[str, str]]]:
+    """How boxes cover a tensor, exactly: (elements that no box covers, pairs of owners whose boxes share an element).
+
+    Boxes that leave the tensor count as absent.
+    """
+    inside = [(owner, box) for owner, box in owners if box.numel and box.last < info.numel]
+    extents = [(owner, _extent(box, info.shape)) for owner, box in inside]
+    known = [(owner, extent) for owner, extent in extents if extent is not None]
+    if len(known) < len(extents):
+        return _cover_by_counting(info, inside)
+    clashes = _clashes(known)
+    if clashes:
+        return info.numel - _union([extent for _, extent in known]), clashes
+    return info.numel - sum(box.numel for _, box in inside), []
 
 
 def uncovered_elements(info: TensorInfo, boxes: Sequence[Box]) -> int:
     """Number of elements of a tensor that none of ``boxes`` holds, exactly."""
-    return _cover(info, [("", box) for box in boxes])[0]
+    return coverage(info, [("", box) for box in boxes])[0]
 
 
 def _extent(box: Box, shape: tuple[int, ...]) -> _Extent | None:
@@ -439,13 +445,22 @@ def _clashes(extents: Sequence[tuple[str, _Extent]]) -> list[tuple[str, str]]:
     return found
 
 
+def _union(extents: Sequence[_Extent]) -> int:
+    """Number of elements in any of the ranges, axis by axis between neighbouring edges."""
+    if not extents or not extents[0]:
+        return len(extents[:1])
+    edges = sorted({edge for extent in extents for edge in extent[0]})
+    return sum(
+        (b - a) * _union([extent[1:] for extent in extents if extent[0][0] <= a and b <= extent[0][1]])
+        for a, b in pairwise(edges)
+    )
+
+
 def _cover_by_counting(info: TensorInfo, owners: Sequence[tuple[str, Box]]) -> tuple[int, list[tuple[str, str]]]:
-    """The slow exact answer, for boxes that clash or do not follow the axes: mark every element."""
+    """The slow exact answer, for boxes that do not follow the axes: mark every element."""
     owner_of = torch.full((max(info.numel, 1),), -1, dtype=torch.int32)
     clashes: dict[tuple[str, str], None] = {}
     for number, (owner, box) in enumerate(owners):
-        if not box.numel or box.last >= info.numel:
-            continue  # reported as out of bounds
         view = box.view(owner_of)
         for earlier in view[view >= 0].unique().tolist():
             clashes[owners[earlier][0], owner] = None
