@@ -8,8 +8,8 @@ expert and pipeline parallelism as such.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -82,8 +82,6 @@ class Ranks:
     def layers(self, count: int) -> _Range:
         """The layers of this pipeline stage: an even share; what is left goes one each to stages from the last but
         one backwards, because the last holds the head too."""
-        if self.pp_size > count:
-            raise refuse(f"{count} layers cannot be spread over pp_size={self.pp_size}")
         share, more = divmod(count, self.pp_size)
         sizes = [share + (self.pp_size - 1 - more <= stage < self.pp_size - 1) for stage in range(self.pp_size)]
         first = sum(sizes[: self.pp_rank])
@@ -175,7 +173,11 @@ class Table:
     layers: int
     dtype: torch.dtype
     tied: tuple[str, str] | None = None
-    """(name, the tensor that it equals): one parameter under two names."""
+    """(output head, the embedding that it equals): one parameter under two names."""
+    head: Ends = Ends.EVERY
+    """Which pipeline stages have an output head."""
+    same_stage: Sequence[tuple[int, int]] = ()
+    """Layers that a pipeline must not part: the second reads the first one's cache."""
     unused: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     """Tensors of the files that the engine does not hold: shape and reason."""
     drops: Callable[[str], str | None] = lambda name: None
@@ -198,17 +200,19 @@ def lay_out(table: Table, ranks: Ranks, tensors: Mapping[str, TensorInfo] | None
     """
     sources = table.tensors() if tensors is None else dict(tensors)
     _check_shapes(table, sources)
+    _check_stages(table, ranks)
     params: dict[str, TensorInfo] = {}
     regions: list[Region] = []
     padding: dict[str, tuple[Box, ...]] = {}
-    for name, rows in _by_param(row for row in table.rows if _on_stage(row, ranks, table.layers)).items():
+    here = [row for row in table.rows if _on_stage(row, ranks, table.layers)]
+    for name, rows in _by_param(here).items():
         stack = _Stack(name, rows, ranks)
         params[name] = TensorInfo(stack.shape, table.dtype)
         regions += [region for region in stack.regions() if region.source in sources]
         if boxes := tuple(stack.padding()):
             padding[name] = boxes
     mapped = {region.source for region in regions}
-    aliases = dict([table.tied]) if table.tied and table.tied[1] in mapped else {}
+    aliases = dict([table.tied]) if table.tied and _at_end(table.head, ranks) else {}
     dropped = dict(_dropped(table, [name for name in sources if name not in mapped and name not in aliases]))
     return LayoutMap(sources, params, tuple(regions), padding, aliases, dropped)
 
@@ -219,6 +223,13 @@ def _check_shapes(table: Table, sources: Mapping[str, TensorInfo]) -> None:
         if found is not None and found.shape != row.shape:
             detail = f"layout: the config says {list(row.shape)}, the files hold {list(found.shape)}"
             raise DeltaError(Reason.SHAPE_MISMATCH, detail, row.source)
+
+
+def _check_stages(table: Table, ranks: Ranks) -> None:
+    stages = [replace(ranks, pp_rank=stage).layers(table.layers) for stage in range(ranks.pp_size)]
+    for first, second in table.same_stage:
+        if not any(start <= first and second < stop for start, stop in stages):
+            raise refuse(f"layer {second} reads layer {first}'s cache, on another stage of pp_size={ranks.pp_size}")
 
 
 def _dropped(table: Table, idle: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -241,12 +252,16 @@ def _on_stage(row: Row, ranks: Ranks, layers: int) -> bool:
     if row.layer is not None:
         first, stop = ranks.layers(layers)
         return first <= row.layer < stop
+    return _at_end(row.ends, ranks)
+
+
+def _at_end(ends: Ends, ranks: Ranks) -> bool:
     is_first, is_last = ranks.pp_rank == 0, ranks.pp_rank == ranks.pp_size - 1
     held = {Ends.EVERY: True, Ends.FIRST: is_first, Ends.LAST: is_last, Ends.BOTH: is_first or is_last}
-    return held[row.ends]
+    return held[ends]
 
 
-def _by_param(rows: Iterable[Row]) -> dict[str, list[Row]]:
+def _by_param(rows: Sequence[Row]) -> dict[str, list[Row]]:
     grouped: dict[str, list[Row]] = {}
     for row in rows:
         grouped.setdefault(row.param, []).append(row)

@@ -107,12 +107,14 @@ def _text_table(config: Config, dtype: Any, fused: bool) -> Table:
     if "hidden_size_per_layer_input" in config and config["hidden_size_per_layer_input"] is None:
         config = {**config, "hidden_size_per_layer_input": 0}
     c = read(_Text, config)
-    layers = [row for i, layer in enumerate(_layers(c, config)) for row in _decoder_layer(c, layer, i, fused)]
+    layers = list(_layers(c, config))
+    rows = [row for i, layer in enumerate(layers) for row in _decoder_layer(c, layer, i, fused)]
     return Table(
-        rows=[*_ends(c), *layers],
+        rows=[*_ends(c), *rows],
         layers=c.num_hidden_layers,
         dtype=dtype,
         tied=(_HEAD, _EMBEDDING) if c.tie_word_embeddings else None,
+        same_stage=list(_sharing(layers)),
         drops=lambda name: _dropped(name, c.first_shared),
     )
 
@@ -146,6 +148,16 @@ def _layers(c: _Text, config: Config) -> Iterator[_Layer]:
             k_is_v=c.attention_k_eq_v and full,
             inner=c.intermediate_size * (2 if wide else 1),
         )
+
+
+def _sharing(layers: list[_Layer]) -> Iterator[tuple[int, int]]:
+    """(layer whose keys and values are read, layer that reads them): the last own one of the same kind."""
+    own = {layer.full: i for i, layer in enumerate(layers) if not layer.shares_kv}
+    for i, layer in enumerate(layers):
+        if layer.shares_kv:
+            if layer.full not in own:
+                raise refuse(f"layer {i} shares keys and values, but no earlier layer of its type has any")
+            yield own[layer.full], i
 
 
 def _overrides(c: _Text, config: Config, types: tuple[str, ...]) -> list[Mapping[str, int]]:

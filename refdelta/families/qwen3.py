@@ -61,7 +61,7 @@ def qwen3(config: Config) -> Table:
     if not c.tie_word_embeddings:
         ends.append(Row(_HEAD, _HEAD, (c.vocab_size, c.hidden_size), VOCABULARY, ends=Ends.LAST))
     layers = [row for i in range(c.num_hidden_layers) for row in (*_attention(c, i), *_mlp(c, i))]
-    return _table(config, c, [*ends, *layers])
+    return _table(config, c, [*ends, *layers], Ends.LAST)
 
 
 def qwen3_moe(config: Config, fused: bool) -> Table:
@@ -82,12 +82,12 @@ def qwen3_moe(config: Config, fused: bool) -> Table:
         for i in range(c.num_hidden_layers)
         for row in (*_attention(c, i), *(_experts(c, e, i, fused) if e.in_layer(i) else _mlp(c, i)))
     ]
-    return _table(config, c, [*ends, *layers])
+    return _table(config, c, [*ends, *layers], Ends.EVERY)
 
 
-def _table(config: Config, c: _Dense, rows: list[Row]) -> Table:
+def _table(config: Config, c: _Dense, rows: list[Row], head: Ends) -> Table:
     tied = (_HEAD, _EMBEDDING) if c.tie_word_embeddings else None
-    return Table(rows, c.num_hidden_layers, dtype_of(config), tied)
+    return Table(rows, c.num_hidden_layers, dtype_of(config), tied, head)
 
 
 def _attention(c: _Dense, i: int) -> Iterator[Row]:

@@ -76,7 +76,7 @@ def trace_model(model: nn.Module, checkpoint_tensors: Mapping[str, tuple[Sequenc
         for name, tensor in live.items()
         if name in persistent or name in written
     }
-    aliases = _tied(model, sources, recorder.regions)
+    aliases = _tied(model, sources, recorder)
     idle = [name for name in sources if name not in mapped and name not in aliases]
     return LayoutMap(
         sources=sources,
@@ -88,22 +88,24 @@ def trace_model(model: nn.Module, checkpoint_tensors: Mapping[str, tuple[Sequenc
     )
 
 
-def _tied(model: nn.Module, sources: Mapping[str, TensorInfo], regions: Sequence[Region]) -> dict[str, str]:
+def _tied(model: nn.Module, sources: Mapping[str, TensorInfo], recorder: _Recorder) -> dict[str, str]:
     """Checkpoint name of a tied tensor -> the checkpoint tensor that fills the shared parameter.
 
     A model may know one parameter under many names (Gemma 4 lists its layers twice); of those, only names that the
     files or a trainer use count: a tensor of the files that the loader skipped, or the output head.
     """
-    filled_by = {region.param: region.source for region in regions}
-    idle = set(sources) - set(filled_by.values())
+    filled_by = {param: source for source, param in recorder.empty.items()}
+    filled_by |= {region.param: region.source for region in recorder.regions}
+    filled = set(filled_by.values())
     tied: dict[str, str] = {}
     for alias, param in runtime_aliases(model).items():
         # A multimodal wrapper nests its language model: the files do not say `language_model.`.
-        names = {name for name in idle if alias == name or alias.endswith("." + name)}
-        if not names and alias.split(".")[-2:] == _HEAD.split("."):
-            names = {_HEAD}
+        parts = alias.split(".")
+        names = {name for name in (".".join(parts[i:]) for i in range(len(parts))) if name in sources}
+        if parts[-2:] == _HEAD.split("."):
+            names = names or {_HEAD}
         if param in filled_by:
-            tied |= {name: filled_by[param] for name in sorted(names) if name not in filled_by.values()}
+            tied |= {name: filled_by[param] for name in sorted(names - filled)}
     return tied
 
 
@@ -124,7 +126,7 @@ class _Recorder(TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self.regions: list[Region] = []
         self.padding: dict[str, list[Box]] = {}
-        self.empty: set[str] = set()
+        self.empty: dict[str, str] = {}
         self._live: dict[int, list[_Placed]] = {}
         for name, tensor in live.items():
             self._live.setdefault(_storage(tensor), []).append(
@@ -159,7 +161,7 @@ class _Recorder(TorchDispatchMode):
         if name is None or source.dtype != self._stand_ins[name].dtype:
             raise _untraceable(f"{param.name} is filled from something other than a view of a checkpoint tensor")
         if target.numel() == 0:
-            self.empty.add(name)
+            self.empty[name] = param.name
             return
         self.regions.append(
             Region(
