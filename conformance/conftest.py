@@ -9,6 +9,7 @@ Profiles of Hypothesis: `ci` (derandomised, the default), `nightly` (random, mor
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -57,6 +58,8 @@ class Run:
     matrix: matrix.Matrix = field(default_factory=matrix.Matrix)
     left_out: int = 0
     """Tests of the other kind, deselected by the engine."""
+    collected: int = 0
+    """Tests of this kind, before anything else deselected some."""
     collect_only: bool = False
 
     @property
@@ -74,6 +77,11 @@ class Run:
         lines = [*matrix.header(self.name), "", *self.matrix.table(width), *self.matrix.skip_lines()]
         if self.left_out:
             lines.append(self.left_out_line())
+        missing = self.collected - len(self.matrix.finished)
+        if missing:
+            lines.append(
+                f"Partial run: {missing} of {self.collected} tests did not run, so no check above is complete."
+            )
         if not self.matrix.judged:
             lines.append("Nothing was judged, so nothing passed.")
         return [*lines, matrix.LIVE_PROVES if self.options.live else matrix.CODEC_PROVES]
@@ -106,19 +114,21 @@ def _is_ours(item: pytest.Item) -> bool:
     return item.path.is_relative_to(HERE)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
     run = config.stash[RUN]
     ours = [item for item in items if _is_ours(item)]
     unmarked = [item.nodeid for item in ours if not matrix.check_of(item)]
     if unmarked:
         raise pytest.UsageError(f"{unmarked[0]} names no check: mark it with pytest.mark.check.")
-    other = [item for item in ours if item.path.name.startswith("test_live") != run.options.live]
-    run.left_out = len(other)
-    config.hook.pytest_deselected(items=other)
-    items[:] = [item for item in items if item not in set(other)]
+    other = {item for item in ours if item.path.name.startswith("test_live") != run.options.live}
+    run.left_out, run.collected = len(other), len(ours) - len(other)
+    config.hook.pytest_deselected(items=list(other))
+    items[:] = [item for item in items if item not in other]
+    result = yield  # other plugins select by name, mark and so on
     for item in filter(_is_ours, items):
         run.matrix.announce(item, run.name)
+    return result
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
@@ -160,8 +170,7 @@ class _Reporter:
         if self.run.collect_only:
             return
         terminalreporter.section("conformance")
-        width = max(80, terminalreporter._tw.fullwidth)
-        for line in self.run.report(width):
+        for line in self.run.report(max(80, shutil.get_terminal_size().columns)):
             terminalreporter.line(line)
 
 

@@ -102,6 +102,8 @@ class Matrix:
     cells: dict[tuple[str, str], Cell] = field(default_factory=dict)
     skips: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     """(check, row, reason) -> tests skipped."""
+    finished: set[str] = field(default_factory=set)
+    """Node ids of the tests with an outcome."""
 
     def expect(self, check: str, row: str) -> Cell:
         """The cell of a check and a row, made and shown if new."""
@@ -124,6 +126,7 @@ class Matrix:
         said = {key: str(value) for key, value in report.user_properties if key in _PROPERTIES}
         if "check" not in said or (report.passed and report.when != "call"):
             return
+        self.finished.add(report.nodeid)
         cell = self.expect(said["check"], said["row"])
         if report.failed:
             cell.failed += 1

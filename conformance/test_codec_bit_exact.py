@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor
 
 from conformance import oracle, strategies
@@ -42,6 +46,25 @@ def test_delta_of_another_writer_is_applied(
         delta = oracle.write_delta(tmp / "delta", patches, total_elements(base), indices=indices)
         found = applied(engine, delta, base)
     assert_bit_equal(expected_state(base, patches), found, "what the oracle wrote, applied by the engine")
+
+
+@given(st.data())
+def test_delta_of_the_v2_trainer_is_applied(engine: FullCodec, scratch: Scratch, data: st.DataObject) -> None:
+    """As the first producer of v2 writes: payload by the safetensors library, which orders tensors by dtype and name,
+    JSON with spaces and escapes, and keys that say where the delta comes from."""
+    base, target = data.draw(strategies.pairs(("BF16", "F16", "F32")))
+    patches = expected_patches(base, target)
+    parts = oracle.draft(patches, total_elements(base))
+    tensors = {}
+    for number, patch in enumerate(patches):
+        tensors[f"{number}.indices"] = torch.from_numpy(patch.indices.astype(np.int32))
+        tensors[f"{number}.values"] = oracle.from_bits(patch.bits, patch.code, patch.bits.shape)
+    with scratch() as tmp:
+        names = json.dumps(parts.metadata["layer_names"])
+        save_file(tensors, tmp / oracle.DELTA_FILE, metadata={"layer_names": names})
+        origin = {"base_model": "m", "model_id": "é", "kind": "sampler", "created_at": "2026-01-01", "timestamp": 1.5}
+        (tmp / oracle.METADATA_FILE).write_text(json.dumps({**parts.metadata, **origin, "later": {"key": [None]}}))
+        assert_bit_equal(target, applied(engine, tmp, base))
 
 
 @pytest.mark.parametrize("code", list(oracle.DTYPES))

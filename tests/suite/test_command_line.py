@@ -186,6 +186,11 @@ def test_judging_nothing_does_not_pass(outcomes: dict[object, Outcome], label: s
     assert "Nothing was judged, so nothing passed." in outcomes[label].text
 
 
+def test_partial_run_says_so(outcomes: dict[object, Outcome]) -> None:
+    assert "Partial run: 3 of 4 tests did not run" in outcomes["skips only"].text
+    assert "Partial run" not in outcomes["codec"].text + outcomes["live"].text
+
+
 def test_collecting_only_prints_no_matrix(outcomes: dict[object, Outcome]) -> None:
     assert outcomes["collected only"].code == pytest.ExitCode.OK
     assert "Nothing was judged" not in outcomes["collected only"].text
