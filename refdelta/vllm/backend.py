@@ -119,7 +119,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
 
     def init_from(self, init_info: dict[str, Any]) -> None:
         """vLLM's ``init_weight_transfer_engine``: accepts ``{}``, refuses anything else on all ranks together."""
-        self._step("init", lambda: _parsed(self.parse_init_info, init_info))
+        self._step("init", lambda: _parsed(self.parse_init_info, init_info) and None)
 
     def shutdown(self) -> None:
         """Drop an unfinished session. Nothing else is held."""
