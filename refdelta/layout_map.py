@@ -66,10 +66,9 @@ class Box:
     def __post_init__(self) -> None:
         if self.offset < 0 or len(self.shape) != len(self.strides):
             raise DeltaError(Reason.BAD_SHAPE, f"not a box: {self!r}")
-        if any(n < 0 for n in self.shape) or any(
-            s <= 0 and n > 1 for n, s in zip(self.shape, self.strides, strict=True)
-        ):
-            raise DeltaError(Reason.BAD_SHAPE, f"a box needs sizes >= 0 and strides > 0: {self!r}")
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            if size < 0 or (stride <= 0 and size > 1):
+                raise DeltaError(Reason.BAD_SHAPE, f"a box needs sizes >= 0 and strides > 0: {self!r}")
 
     @property
     def numel(self) -> int:

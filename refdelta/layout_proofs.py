@@ -64,7 +64,9 @@ def _told(value: object) -> str:
 def _moved(first: LayoutMap, second: LayoutMap) -> Iterator[Difference]:
     ours, theirs = _by_pair(first.regions), _by_pair(second.regions)
     for pair in [*ours, *(pair for pair in theirs if pair not in ours)]:
-        a, b = ours.get(pair, []), theirs.get(pair, [])
+        if ours.get(pair) == theirs.get(pair):
+            continue
+        a, b = ([_Move.of(*boxes) for boxes in side.get(pair, [])] for side in (ours, theirs))
         if not _equal(a, b):
             source, param = pair
             yield Difference("regions", source, f"{param} {_places(a)}", f"{param} {_places(b)}")
@@ -128,13 +130,12 @@ def _joined(axes: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int],
     return tuple(joined)
 
 
-def _by_pair(regions: Sequence[Region]) -> dict[tuple[str, str], list[_Move]]:
-    moves: dict[tuple[str, str], list[_Move]] = {}
+def _by_pair(regions: Sequence[Region]) -> dict[tuple[str, str], list[tuple[Box, Box]]]:
+    boxes: dict[tuple[str, str], list[tuple[Box, Box]]] = {}
     for region in regions:
         if region.numel:
-            move = _Move.of(region.source_box, region.param_box)
-            moves.setdefault((region.source, region.param), []).append(move)
-    return moves
+            boxes.setdefault((region.source, region.param), []).append((region.source_box, region.param_box))
+    return boxes
 
 
 def _equal(first: Sequence[_Move], second: Sequence[_Move]) -> bool:
@@ -196,15 +197,7 @@ def _same_runs(a: _Runs, b: _Runs) -> bool:
 
 # --- all ranks --------------------------------------------------------------------------------------------------------
 
-_Shard = tuple[_Move, ...]  # what one rank holds of a tensor
-
-
-@dataclass(slots=True)
-class _Holders:
-    """A shard's boxes, and on how many ranks it is."""
-
-    boxes: frozenset[Box]
-    ranks: int = 0
+_Shard = frozenset[Box]  # what one rank holds of a tensor
 
 
 class AcrossRanks:
@@ -218,7 +211,7 @@ class AcrossRanks:
     def __init__(self) -> None:
         self.ranks = 0
         self._sources: Mapping[str, TensorInfo] = {}
-        self._held: dict[str, dict[_Shard, _Holders]] = {}
+        self._held: dict[str, dict[_Shard, int]] = {}
         self._not_held: dict[str, dict[str, int]] = {}
         self._findings: list[str] = []
 
@@ -231,9 +224,9 @@ class AcrossRanks:
         for name in layout.sources:
             regions = layout.regions_of(name)
             if regions:
-                boxes = frozenset(region.source_box for region in regions if region.numel)
-                shard = tuple(_coalesced([_Move.still(box) for box in boxes]))
-                self._held.setdefault(name, {}).setdefault(shard, _Holders(boxes)).ranks += 1
+                shard = frozenset(region.source_box for region in regions if region.numel)
+                holders = self._held.setdefault(name, {})
+                holders[shard] = holders.get(shard, 0) + 1
             else:
                 reason = layout.dropped.get(name) or f"alias of {layout.aliases.get(name)}"
                 reasons = self._not_held.setdefault(name, {})
@@ -259,8 +252,9 @@ class AcrossRanks:
             yield f"{name}: ranks do not hold it for different reasons: {', '.join(sorted(reasons))}"
 
 
-def _tiling(name: str, info: TensorInfo, shards: Mapping[_Shard, _Holders]) -> Iterator[str]:
-    owners = [(str(number), box) for number, holders in enumerate(shards.values()) for box in holders.boxes]
+def _tiling(name: str, info: TensorInfo, held: Mapping[_Shard, int]) -> Iterator[str]:
+    shards = _distinct(held)
+    owners = [(str(number), box) for number, (shard, _) in enumerate(shards) for box in shard]
     if any(box.last >= info.numel for _, box in owners):
         yield f"{name}: a shard leaves the tensor"
     missing, clashes = coverage(info, owners)
@@ -268,5 +262,16 @@ def _tiling(name: str, info: TensorInfo, shards: Mapping[_Shard, _Holders]) -> I
         yield f"{name}: different shards share elements"
     if missing:
         yield f"{name}: {missing} of {info.numel} elements are on no rank"
-    if len({holders.ranks for holders in shards.values()}) > 1:
-        yield f"{name}: its shards are on {[holders.ranks for holders in shards.values()]} ranks, not equally many"
+    if len({ranks for _, ranks in shards}) > 1:
+        yield f"{name}: its shards are on {[ranks for _, ranks in shards]} ranks, not equally many"
+
+
+def _distinct(held: Mapping[_Shard, int]) -> list[tuple[_Shard, int]]:
+    """The different shards and on how many ranks each is, whatever its cutting."""
+    if len(held) == 1:
+        return list(held.items())
+    found: dict[tuple[_Move, ...], tuple[_Shard, int]] = {}
+    for shard, ranks in held.items():
+        form = tuple(_coalesced([_Move.still(box) for box in shard]))
+        found[form] = found.get(form, (shard, 0))[0], found.get(form, (shard, 0))[1] + ranks
+    return list(found.values())

@@ -13,7 +13,7 @@ from refdelta.families.gemma4 import gemma4
 from refdelta.families.qwen3 import qwen3, qwen3_moe
 from refdelta.layout_map import LayoutMap, TensorInfo
 
-__all__ = ["Ranks", "layout", "table_of"]
+__all__ = ["Ranks", "Table", "lay_out", "layout", "table_of"]
 
 _TABLES: Mapping[str, Callable[[Config, bool, str | None], Table]] = {
     "qwen3": lambda config, fused, architecture: qwen3(config),

@@ -295,6 +295,8 @@ class _Stack:
         for placed in self.placed:
             if all(first < stop for first, stop in placed.taken):
                 taken, at = _box(placed.tensor, placed.taken), _box(self.shape, placed.at)
+                if placed.row.expert is not None:
+                    taken, at = _inner(taken), _inner(at)
                 yield Region(placed.row.source, taken, self.param, at)
 
     def padding(self) -> Iterator[Box]:
@@ -361,3 +363,8 @@ def _box(shape: Sequence[int], ranges: Sequence[_Range]) -> Box:
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     offset = sum(first * stride for (first, _), stride in zip(ranges, strides, strict=True))
     return Box(offset, tuple(stop - first for first, stop in ranges), tuple(strides))
+
+
+def _inner(box: Box) -> Box:
+    """A box of one expert without the axis of experts."""
+    return Box(box.offset, box.shape[1:], box.strides[1:])

@@ -72,4 +72,6 @@ def _stage_rules(model: nn.Module) -> list[_Rule]:
         for name, module in model.named_modules()
         if type(module).__name__ == "PPMissingLayer"
     )
-    return [lambda name: OTHER_RANKS if name.replace("language_model.", "").startswith(missing) else None] * bool(missing)
+    return [lambda name: OTHER_RANKS if name.replace("language_model.", "").startswith(missing) else None] * bool(
+        missing
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import resource
 import signal
@@ -46,6 +47,7 @@ _RAISED = 3
 def _run(step: Callable[[], Any], file: BinaryIO) -> int:
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a worker's memory is not worth a dump
+        faulthandler.disable()  # an abort is an answer here
         torch.set_num_threads(1)  # the threads of a pool do not survive a fork
         torch.save(step(), file)
         file.flush()

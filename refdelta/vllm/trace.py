@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -189,9 +190,16 @@ class _Recorder(TorchDispatchMode):
         raise _untraceable("a write into a live storage belongs to no parameter")
 
     def _refuse_other_writes(self, func: Any, args: Sequence[object]) -> None:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and self._is_live(value):
+        for position in _written(func):
+            if position < len(args) and self._is_live(args[position]):
                 raise _untraceable(f"the loader writes a live parameter by {func}")
+
+
+@cache
+def _written(func: Any) -> tuple[int, ...]:
+    """Positions of the arguments that an operation writes."""
+    kinds = [argument.alias_info for argument in func._schema.arguments]
+    return tuple(position for position, kind in enumerate(kinds) if kind is not None and kind.is_write)
 
 
 _FILLS = (aten.fill_.Scalar, aten.zero_.default)
