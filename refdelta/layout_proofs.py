@@ -15,7 +15,7 @@ import numpy.typing as npt
 from refdelta.families.reasons import OTHER_RANKS
 from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo, coverage
 
-__all__ = ["AcrossRanks", "Difference", "difference"]
+__all__ = ["AcrossRanks", "Difference", "difference", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,18 @@ def difference(first: LayoutMap, second: LayoutMap) -> list[Difference]:
         *_entries("dropped", first.dropped, second.dropped),
         *_moved(first, second),
         *_padded(first, second),
+    ]
+
+
+def lost(rules: LayoutMap, traced: LayoutMap) -> list[str]:
+    """Checkpoint tensors that the architecture has a place for and the engine's loader leaves out without a reason.
+
+    The loader of an engine drops them for everybody, a fresh start included, so nothing else in the engine shows it.
+    """
+    return [
+        name
+        for name in rules.sources
+        if rules.regions_of(name) and not traced.regions_of(name) and name not in {**traced.dropped, **traced.aliases}
     ]
 
 
@@ -243,7 +255,8 @@ class AcrossRanks:
     def _of_tensor(self, name: str, info: TensorInfo) -> Iterator[str]:
         shards, reasons = self._held.get(name, {}), self._not_held.get(name, {})
         if shards:
-            yield from _tiling(name, info, shards)
+            faults = list(_tiling(name, info, list(shards.items())))
+            yield from _tiling(name, info, _distinct(shards)) if faults else ()
             if others := sorted(set(reasons) - {OTHER_RANKS}):
                 yield f"{name}: some ranks hold it, others say {others[0]!r}"
         elif set(reasons) == {OTHER_RANKS}:
@@ -252,8 +265,7 @@ class AcrossRanks:
             yield f"{name}: ranks do not hold it for different reasons: {', '.join(sorted(reasons))}"
 
 
-def _tiling(name: str, info: TensorInfo, held: Mapping[_Shard, int]) -> Iterator[str]:
-    shards = _distinct(held)
+def _tiling(name: str, info: TensorInfo, shards: Sequence[tuple[_Shard, int]]) -> Iterator[str]:
     owners = [(str(number), box) for number, (shard, _) in enumerate(shards) for box in shard]
     if any(box.last >= info.numel for _, box in owners):
         yield f"{name}: a shard leaves the tensor"
@@ -267,11 +279,10 @@ def _tiling(name: str, info: TensorInfo, held: Mapping[_Shard, int]) -> Iterator
 
 
 def _distinct(held: Mapping[_Shard, int]) -> list[tuple[_Shard, int]]:
-    """The different shards and on how many ranks each is, whatever its cutting."""
-    if len(held) == 1:
-        return list(held.items())
-    found: dict[tuple[_Move, ...], tuple[_Shard, int]] = {}
+    """The different shards and on how many ranks each is, where ranks may cut the same one differently."""
+    found: dict[bytes, tuple[_Shard, int]] = {}
     for shard, ranks in held.items():
-        form = tuple(_coalesced([_Move.still(box) for box in shard]))
-        found[form] = found.get(form, (shard, 0))[0], found.get(form, (shard, 0))[1] + ranks
+        form = _runs([_Move.still(box) for box in shard]).tobytes()
+        first, earlier = found.get(form, (shard, 0))
+        found[form] = first, earlier + ranks
     return list(found.values())

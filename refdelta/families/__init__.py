@@ -25,12 +25,10 @@ _FUSED = {"qwen3": False, "qwen3_moe": False, "gemma4": True, "gemma4_text": Tru
 """Whether the files of a family hold one tensor for all experts of a layer."""
 
 
-def table_of(
-    hf_config: object, *, architecture: str | None = None, tensors: Iterable[str] | None = None
-) -> Table:
+def table_of(hf_config: object, *, architecture: str | None = None, tensors: Iterable[str] | None = None) -> Table:
     """The table of a config. ``tensors``: names in the checkpoint files, which say how they hold experts."""
     config = as_mapping(hf_config)
-    family = config.get("model_type")
+    family = str(config.get("model_type"))
     if family not in _TABLES:
         raise refuse(f"no rules for model_type={family!r}; known: {', '.join(_TABLES)}")
     if config.get("quantization_config") is not None:

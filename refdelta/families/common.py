@@ -185,7 +185,9 @@ class Table:
 
     def tensors(self) -> dict[str, TensorInfo]:
         """What hub files of this model hold: name -> shape and dtype."""
-        shapes = {row.source: row.shape for row in self.rows} | {name: shape for name, (shape, _) in self.unused.items()}
+        shapes = {row.source: row.shape for row in self.rows} | {
+            name: shape for name, (shape, _) in self.unused.items()
+        }
         return {name: TensorInfo(shape, self.dtype) for name, shape in shapes.items()}
 
 
@@ -201,6 +203,8 @@ def lay_out(table: Table, ranks: Ranks, tensors: Mapping[str, TensorInfo] | None
     sources = table.tensors() if tensors is None else dict(tensors)
     _check_shapes(table, sources)
     _check_stages(table, ranks)
+    if ranks.ep_size > 1 and not any(row.experts for row in table.rows):
+        raise refuse(f"ep_size={ranks.ep_size} for a model without experts")
     params: dict[str, TensorInfo] = {}
     regions: list[Region] = []
     padding: dict[str, tuple[Box, ...]] = {}

@@ -22,7 +22,9 @@ def as_mapping(hf_config: object) -> Config:
         return hf_config
     to_dict = getattr(hf_config, "to_dict", None)
     if not callable(to_dict):
-        raise refuse(f"expected a transformers config or the mapping of a config.json, found {type(hf_config).__name__}")
+        raise refuse(
+            f"expected a transformers config or the mapping of a config.json, found {type(hf_config).__name__}"
+        )
     return cast(Config, to_dict())
 
 
@@ -61,7 +63,7 @@ def _checked(item: Field[Any], value: Any) -> Any:
 
 
 def dtype_of(*configs: Config) -> torch.dtype:
-    """The dtype that the first config which names one says; bfloat16 where none does, as these families are published."""
+    """The dtype that the first config to name one says; bfloat16 where none does, as these families are published."""
     for config in configs:
         value = config.get("dtype") or config.get("torch_dtype")
         if value is None:

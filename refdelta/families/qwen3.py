@@ -33,9 +33,14 @@ class _Dense:
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int = 128
+    head_dim: int | None = None
     attention_bias: bool = False
     tie_word_embeddings: bool = False
+
+    @property
+    def head_size(self) -> int:
+        """Rows of one attention head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class _Experts:
 
 def qwen3(config: Config) -> Table:
     """The table of a dense Qwen3."""
-    c = read(_Dense, config)
+    c = read(_Dense, {"head_dim": 128, **config})
     ends = [
         Row(_EMBEDDING, _EMBEDDING, (c.vocab_size, c.hidden_size), VOCABULARY,
             ends=Ends.BOTH if c.tie_word_embeddings else Ends.FIRST),
@@ -67,7 +72,7 @@ def qwen3(config: Config) -> Table:
 def qwen3_moe(config: Config, fused: bool) -> Table:
     """The table of a Qwen3 mixture of experts. ``fused``: the files hold all experts of a layer in one tensor, as
     transformers 5 keeps them in memory, instead of one tensor per expert and projection."""
-    c = read(_Dense, {"head_dim": config.get("hidden_size", 0) // config.get("num_attention_heads", 1), **config})
+    c = read(_Dense, config)
     e = read(_Experts, config)
     if e.shared_expert_intermediate_size:
         raise refuse("Qwen3-MoE has no shared expert; shared_expert_intermediate_size says otherwise")
@@ -91,7 +96,7 @@ def _table(config: Config, c: _Dense, rows: list[Row], head: Ends) -> Table:
 
 
 def _attention(c: _Dense, i: int) -> Iterator[Row]:
-    at, h, d = f"model.layers.{i}.", c.hidden_size, c.head_dim
+    at, h, d = f"model.layers.{i}.", c.hidden_size, c.head_size
     q, kv = c.num_attention_heads, c.num_key_value_heads
     qkv, o = at + "self_attn.qkv_proj.", at + "self_attn.o_proj."
     norms = {"self_attn.q_norm": d, "self_attn.k_norm": d, "input_layernorm": h, "post_attention_layernorm": h}

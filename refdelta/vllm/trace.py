@@ -106,7 +106,7 @@ def _tied(model: nn.Module, sources: Mapping[str, TensorInfo], recorder: _Record
         if parts[-2:] == _HEAD.split("."):
             names = names or {_HEAD}
         if param in filled_by:
-            tied |= {name: filled_by[param] for name in sorted(names - filled)}
+            tied |= dict.fromkeys(sorted(names - filled), filled_by[param])
     return tied
 
 

@@ -92,22 +92,34 @@ def trace_config_ranks(
 class Tracer:
     """A process that traces layouts, for as long as the context is open. After an error of vLLM it can go on."""
 
-    def __init__(self, *, start_seconds: float = START_SECONDS, reply_seconds: float = REPLY_SECONDS) -> None:
+    def __init__(
+        self,
+        *,
+        start_seconds: float = START_SECONDS,
+        reply_seconds: float = REPLY_SECONDS,
+        python_path: Sequence[Path] = (),
+    ) -> None:
+        """``python_path``: further places where the process finds modules, after those of the caller."""
         self._reply_seconds = reply_seconds
-        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        # The process outlives this call, and so does its log.
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._child = subprocess.Popen(
             [sys.executable, "-m", "refdelta.vllm.trace_child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=_environment(),
+            env=_environment(python_path),
             text=True,
             encoding="utf-8",
             start_new_session=True,
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=_pump, args=(self._child.stdout, self._lines), daemon=True).start()
-        self.vllm_version = str(self._reply(start_seconds)["ready"])
+        try:
+            self.vllm_version = str(self._reply(start_seconds)["ready"])
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -206,10 +218,10 @@ def _name(info: TensorInfo) -> str:
     return str(info.dtype).removeprefix("torch.")
 
 
-def _environment() -> dict[str, str]:
-    package = str(Path(refdelta.__file__).resolve().parent.parent)
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+def _environment(python_path: Sequence[Path]) -> dict[str, str]:
+    package = Path(refdelta.__file__).resolve().parent.parent
+    places = [str(package), os.environ.get("PYTHONPATH", ""), *map(str, python_path)]
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 
 def _pump(pipe: IO[str] | None, lines: queue.SimpleQueue[str]) -> None:
