@@ -68,9 +68,9 @@ def trace_config(
     Raises `DeltaError`: ``unsupported_engine`` where vLLM refuses the config or size, or its loader does more than copy
     boxes; ``unreadable`` where there is no config.
     """
+    files, sizes = ModelFiles.read(config_dir), Sizes(tp_size, pp_size, expert_parallel)
     with Tracer() as tracer:
-        sizes = Sizes(tp_size, pp_size, expert_parallel)
-        (traced,) = tracer.trace(ModelFiles.read(config_dir), sizes, [pp_rank * tp_size + tp_rank], architecture)
+        (traced,) = tracer.trace(files, sizes, [pp_rank * tp_size + tp_rank], architecture)
         return traced.layout
 
 
@@ -84,9 +84,9 @@ def trace_config_ranks(
     architecture: str | None = None,
 ) -> list[LayoutMap]:
     """`trace_config` for several ranks (default: all), in one child process. Rank = pp_rank * tp_size + tp_rank."""
+    files, sizes = ModelFiles.read(config_dir), Sizes(tp_size, pp_size, expert_parallel)
     with Tracer() as tracer:
-        sizes = Sizes(tp_size, pp_size, expert_parallel)
-        return [found.layout for found in tracer.trace(ModelFiles.read(config_dir), sizes, ranks, architecture)]
+        return [traced.layout for traced in tracer.trace(files, sizes, ranks, architecture)]
 
 
 class Tracer:
