@@ -83,9 +83,7 @@ class Result:
             return f"| {self.model} | {self.case} | | | | | | | no such engine: {self.refused} |"
         verdict = "agree, proven" if not self.findings else f"{len(self.findings)} findings"
         numbers = f"{self.tensors} | {self.elements:,} | {self.parameters} | {self.seconds:.1f}"
-        return (
-            f"| {self.model} | {self.case} | {numbers} | {self.slowest_rank:.1f} | {self.peak_mib:.0f} | {verdict} |"
-        )
+        return f"| {self.model} | {self.case} | {numbers} | {self.slowest_rank:.1f} | {self.peak_mib:.0f} | {verdict} |"
 
 
 def cases(models: Sequence[str], sizes: Sequence[int]) -> Iterator[Case]:
@@ -94,14 +92,16 @@ def cases(models: Sequence[str], sizes: Sequence[int]) -> Iterator[Case]:
         if models and path.stem not in models:
             continue
         config = json.loads(path.read_text("utf-8"))
-        text = config.get("text_config", config)
-        for tp in sizes:
-            yield Case(path.stem, config, Sizes(tp))
-            if tp > 1 and text.get("num_experts"):
-                yield Case(path.stem, config, Sizes(tp, expert_parallel=True))
+        yield from _cases(path.stem, config, sizes)
         if path.stem in WITH_TOWERS:
-            towers = {**config, "vision_config": {}, "audio_config": {}}
-            yield Case(f"{path.stem} with towers", towers, Sizes(min(2, *sizes) if len(sizes) > 1 else sizes[0]))
+            yield from _cases(f"{path.stem} with towers", {**config, "vision_config": {}, "audio_config": {}}, sizes)
+
+
+def _cases(model: str, config: Mapping[str, Any], sizes: Sequence[int]) -> Iterator[Case]:
+    for tp in sizes:
+        yield Case(model, config, Sizes(tp))
+        if tp > 1 and config.get("text_config", config).get("num_experts"):
+            yield Case(model, config, Sizes(tp, expert_parallel=True))
 
 
 def run(case: Case, tracer: Tracer) -> Result:

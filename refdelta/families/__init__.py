@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from refdelta.families.common import Ranks, Table, lay_out, refuse
+from refdelta.families.common import Ranks, Table, refuse
 from refdelta.families.config import Config, as_mapping
 from refdelta.families.gemma4 import gemma4
+from refdelta.families.placing import lay_out
 from refdelta.families.qwen3 import qwen3, qwen3_moe
 from refdelta.layout_map import LayoutMap, TensorInfo
 

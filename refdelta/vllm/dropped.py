@@ -66,12 +66,13 @@ def _expert_rules(model: nn.Module) -> list[_Rule]:
 
 
 def _stage_rules(model: nn.Module) -> list[_Rule]:
-    """With pipeline parallelism, the modules that other stages hold; the files do not say `language_model.`."""
-    missing = tuple(
-        name.replace("language_model.", "") + "."
-        for name, module in model.named_modules()
-        if type(module).__name__ == "PPMissingLayer"
-    )
-    return [lambda name: OTHER_RANKS if name.replace("language_model.", "").startswith(missing) else None] * bool(
-        missing
-    )
+    """With pipeline parallelism, the modules that other stages hold."""
+    missing = [
+        _plain(name) + "." for name, module in model.named_modules() if type(module).__name__ == "PPMissingLayer"
+    ]
+    return [lambda name: OTHER_RANKS if missing and _plain(name).startswith(tuple(missing)) else None]
+
+
+def _plain(name: str) -> str:
+    """Files and engines nest a multimodal model's language model differently."""
+    return name.replace("language_model.", "")
