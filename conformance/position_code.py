@@ -104,6 +104,35 @@ class Reading:
     aliases: Mapping[str, str]
     """Further name -> first name."""
 
+    def difference(self, expected: Mapping[str, Numbers], code: Code) -> list[str]:
+        """Where what is read is not what a map says: one line a parameter, with the first wrong element.
+
+        ``expected``: parameter or buffer -> numbers, of everything that the checkpoint should reach.
+        """
+        lines = [
+            f"{name}: the map does not know it, the checkpoint reaches it" for name in self._reached - set(expected)
+        ]
+        for name, wanted in expected.items():
+            found = self.numbers.get(name)
+            if found is None or len(found) != len(wanted):
+                kind = "unread" if name in self.unread else "untouched" if name in self.untouched else "absent"
+                lines.append(
+                    f"{name}: the map gives {len(wanted)} elements, {kind if found is None else len(found)} found"
+                )
+                continue
+            wrong = np.flatnonzero(found != wanted)
+            if len(wrong):
+                at = int(wrong[0])
+                lines.append(
+                    f"{name}[{at}]: the map says {code.source(int(wanted[at]))}, the engine holds "
+                    f"{code.source(int(found[at]))} ({len(wrong)} elements differ)"
+                )
+        return sorted(lines)
+
+    @property
+    def _reached(self) -> set[str]:
+        return {*self.numbers, *self.unread}
+
 
 def read(digits: Sequence[Sequence[RankDump]]) -> list[Reading]:
     """Read the dumps of the engines that loaded `Code.checkpoints`, in the same order; one `Reading` a rank."""
@@ -112,9 +141,7 @@ def read(digits: Sequence[Sequence[RankDump]]) -> list[Reading]:
 
 def _read_rank(digits: Sequence[RankDump]) -> Reading:
     entries = digits[0].entries
-    assert all(dump.entries == entries for dump in digits), (
-        "the engines differ in more than values"
-    )
+    assert all(dump.entries == entries for dump in digits), "the engines differ in more than values"
     own = [name for name, entry in entries.items() if entry["alias_of"] == name]
     numbers: dict[str, Numbers] = {}
     untouched, unread = [], []
