@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import torch
 from torch import Tensor
@@ -23,7 +23,17 @@ from torch import Tensor
 from refdelta import bits
 from refdelta.spec import DeltaError, Reason, TensorPatch
 
-__all__ = ["Box", "LayoutMap", "LayoutReport", "Region", "RoutedPatch", "TensorInfo", "uncovered_elements"]
+__all__ = [
+    "Box",
+    "LayoutMap",
+    "LayoutReport",
+    "Region",
+    "RoutedPatch",
+    "TensorInfo",
+    "coverage",
+    "layout_from_config",
+    "uncovered_elements",
+]
 
 JSON_FORMAT = "refdelta_layout"
 JSON_VERSION = 1
@@ -56,10 +66,9 @@ class Box:
     def __post_init__(self) -> None:
         if self.offset < 0 or len(self.shape) != len(self.strides):
             raise DeltaError(Reason.BAD_SHAPE, f"not a box: {self!r}")
-        if any(n < 0 for n in self.shape) or any(
-            s <= 0 and n > 1 for n, s in zip(self.shape, self.strides, strict=True)
-        ):
-            raise DeltaError(Reason.BAD_SHAPE, f"a box needs sizes >= 0 and strides > 0: {self!r}")
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            if size < 0 or (stride <= 0 and size > 1):
+                raise DeltaError(Reason.BAD_SHAPE, f"a box needs sizes >= 0 and strides > 0: {self!r}")
 
     @property
     def numel(self) -> int:
@@ -252,7 +261,7 @@ class LayoutMap:
         for name, boxes in self.padding.items():
             by_param[name] += [("<padding>", box) for box in boxes]
         for name, owners in by_param.items():
-            missing, clashes = _cover(self.params[name], owners)
+            missing, clashes = coverage(self.params[name], owners)
             overlapping += [(name, a, b) for a, b in clashes]
             if missing:
                 uncovered[name] = missing
@@ -316,6 +325,39 @@ class LayoutMap:
             raise DeltaError(Reason.BAD_METADATA, f"not a layout map: {error!r}") from error
 
 
+def layout_from_config(
+    hf_config: object,
+    *,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    ep_size: int = 1,
+    ep_rank: int = 0,
+    pp_size: int = 1,
+    pp_rank: int = 0,
+    architecture: str | None = None,
+    tensors: Mapping[str, TensorInfo] | None = None,
+) -> LayoutMap:
+    """The layout of one rank by the rules of the model's family, from its config alone: no engine, no weights.
+
+    Args:
+        hf_config: a transformers config, or the mapping of a config.json.
+        tp_size, tp_rank: tensor parallelism.
+        ep_size, ep_rank: expert parallelism; 1: experts are cut like everything else. A multiple of ``tp_size``.
+        pp_size, pp_rank: pipeline parallelism.
+        architecture: the engine's model class, where it matters: a multimodal Gemma 4 config is laid out as the text
+            model (towers dropped) unless this is ``Gemma4ForConditionalGeneration``.
+        tensors: name -> shape and dtype of what the checkpoint files hold. By default what hub files hold according to
+            the config: one tensor per expert and projection for Qwen3-MoE, 3-D experts for Gemma 4.
+
+    Raises `DeltaError`: ``unsupported_engine`` for a model without rules, sizes that cannot be cut, ranks that do not
+    exist; ``shape_mismatch`` where ``tensors`` contradicts the config.
+    """
+    from refdelta.families import Ranks, layout
+
+    ranks = Ranks(tp_size, tp_rank, ep_size, ep_rank, pp_size, pp_rank)
+    return layout(hf_config, ranks, architecture=architecture, tensors=tensors)
+
+
 def _count(patch: TensorPatch | None) -> int:
     return 0 if patch is None else patch.indices.numel()
 
@@ -347,20 +389,25 @@ def _routed(patch: TensorPatch, regions: Sequence[Region]) -> Iterator[RoutedPat
 _Extent = tuple[tuple[int, int], ...]  # per axis of the tensor: first, one past the last
 
 
-def _cover(info: TensorInfo, owners: Sequence[tuple[str, Box]]) -> tuple[int, list[tuple[str, str]]]:
-    """Number of elements of a tensor that no box covers, and the pairs of owners whose boxes share an element."""
-    extents = [(owner, _extent(box, info.shape)) for owner, box in owners if box.numel]
-    if all(extent is not None for _, extent in extents):
-        known = [(owner, extent) for owner, extent in extents if extent is not None]
-        clashes = _clashes(known)
-        if not clashes:
-            return info.numel - sum(box.numel for _, box in owners), []
-    return _cover_by_counting(info, owners)
+def coverage(info: TensorInfo, owners: Sequence[tuple[str, Box]]) -> tuple[int, list[tuple[str, str]]]:
+    """How boxes cover a tensor, exactly: (elements that no box covers, pairs of owners whose boxes share an element).
+
+    Boxes that leave the tensor count as absent.
+    """
+    inside = [(owner, box) for owner, box in owners if box.numel and box.last < info.numel]
+    extents = [(owner, _extent(box, info.shape)) for owner, box in inside]
+    known = [(owner, extent) for owner, extent in extents if extent is not None]
+    if len(known) < len(extents):
+        return _cover_by_counting(info, inside)
+    clashes = _clashes(known)
+    if clashes:
+        return info.numel - _union([extent for _, extent in known]), clashes
+    return info.numel - sum(box.numel for _, box in inside), []
 
 
 def uncovered_elements(info: TensorInfo, boxes: Sequence[Box]) -> int:
     """Number of elements of a tensor that none of ``boxes`` holds, exactly."""
-    return _cover(info, [("", box) for box in boxes])[0]
+    return coverage(info, [("", box) for box in boxes])[0]
 
 
 def _extent(box: Box, shape: tuple[int, ...]) -> _Extent | None:
@@ -397,13 +444,22 @@ def _clashes(extents: Sequence[tuple[str, _Extent]]) -> list[tuple[str, str]]:
     return found
 
 
+def _union(extents: Sequence[_Extent]) -> int:
+    """Number of elements in any of the ranges, axis by axis between neighbouring edges."""
+    if not extents or not extents[0]:
+        return len(extents[:1])
+    edges = sorted({edge for extent in extents for edge in extent[0]})
+    return sum(
+        (b - a) * _union([extent[1:] for extent in extents if extent[0][0] <= a and b <= extent[0][1]])
+        for a, b in pairwise(edges)
+    )
+
+
 def _cover_by_counting(info: TensorInfo, owners: Sequence[tuple[str, Box]]) -> tuple[int, list[tuple[str, str]]]:
-    """The slow exact answer, for boxes that clash or do not follow the axes: mark every element."""
+    """The slow exact answer, for boxes that do not follow the axes: mark every element."""
     owner_of = torch.full((max(info.numel, 1),), -1, dtype=torch.int32)
     clashes: dict[tuple[str, str], None] = {}
     for number, (owner, box) in enumerate(owners):
-        if not box.numel or box.last >= info.numel:
-            continue  # reported as out of bounds
         view = box.view(owner_of)
         for earlier in view[view >= 0].unique().tolist():
             clashes[owners[earlier][0], owner] = None

@@ -150,10 +150,11 @@ def _is_nan(pattern: int, code: str) -> bool:
 
 
 def family(name: str) -> str:
-    """The parameter family of a checkpoint tensor: its name without layer numbers and prefix."""
+    """The parameter family of a checkpoint tensor: its name without prefix and numbers of layers and experts."""
     if re.search(r"_tower\.|embed_(vision|audio)\.", name):
         return "towers"
-    return re.sub(r"^model\.(language_model\.)?(layers\.\d+\.)?", "", name).removesuffix(".weight")
+    name = re.sub(r"^model\.(language_model\.)?(layers\.\d+\.)?", "", name).removesuffix(".weight")
+    return re.sub(r"\bexperts\.\d+\.", "experts.", name)
 
 
 def families(state: Mapping[str, torch.Tensor], aliases: Aliases = None) -> dict[str, list[str]]:

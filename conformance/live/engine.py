@@ -116,6 +116,10 @@ class Engine:
         """Every rank writes its weights to ``directory``; returns the files."""
         return list(self.llm.collective_rpc("probe_dump", args=(directory,)))
 
+    def load(self, checkpoint: str, changes: str) -> None:
+        """Every rank loads the checkpoint anew, with the tensors of the file ``changes`` in place of its own."""
+        self.llm.collective_rpc("probe_load", args=(checkpoint, changes))
+
     def echo(self, nonce: str) -> list[tuple[int, str]]:
         """(rank, nonce) as every rank answered it."""
         return list(self.llm.collective_rpc("probe_echo", args=(nonce,)))
@@ -124,12 +128,12 @@ class Engine:
         """Per rank the modules whose product reads a packed copy."""
         return list(self.llm.collective_rpc("probe_packed_layers"))
 
-    def generate(self, prompts: list[list[int]]) -> list[Output]:
-        """Greedy tokens and exact log-probabilities, of the prompt's positions too."""
+    def generate(self, prompts: list[list[int]], tokens: int = TOKENS) -> list[Output]:
+        """Greedy ``tokens`` and exact log-probabilities, of the prompt's positions too."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=TOKENS, logprobs=TOP, prompt_logprobs=TOP, ignore_eos=True, detokenize=False
+            temperature=0.0, max_tokens=tokens, logprobs=TOP, prompt_logprobs=TOP, ignore_eos=True, detokenize=False
         )
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         return [_output(result) for result in self.llm.generate(requests, sampling, use_tqdm=False)]

@@ -72,12 +72,21 @@ class Server:
         write_truth(self.engine, start, prompts, out)
 
 
-def write_truth(engine: Engine, start: dict[str, Any], prompts: list[list[int]], out: str) -> None:
-    """Start ``engine`` and write its dumps and, where there are prompts, its outputs."""
+def write_truth(
+    engine: Engine, start: dict[str, Any], prompts: list[list[int]], out: str, changes: tuple[str, ...] = ()
+) -> None:
+    """Start ``engine`` and write its dumps and, where there are prompts, its outputs.
+
+    Then, for each file of ``changes``, load the checkpoint again with the file's tensors in place of its own and write
+    the outputs, of one token, to ``changed{i}.json``.
+    """
     engine.start(**start)
     engine.dump(out)
     outputs = engine.generate(prompts) if prompts else []
     (Path(out) / "outputs.json").write_text(json.dumps(outputs))
+    for number, file in enumerate(changes):
+        engine.load(start["checkpoint"], file)
+        (Path(out) / f"changed{number}.json").write_text(json.dumps(engine.generate(prompts, tokens=1)))
 
 
 def _fork(job: dict[str, Any]) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 UNPACK = "CONFORMANCE_UNPACK"
 """Environment: "1" keeps CPU weights unpacked with the suite's own switch (truth engines; backends without one)."""
@@ -84,6 +84,24 @@ class Probe:
         path.with_suffix(".json").write_text(json.dumps(entries))
         return str(path)
 
+    def probe_load(self, checkpoint: str, changes: str) -> None:
+        """Load the checkpoint's tensors anew, some of them replaced by those of the file ``changes``.
+
+        Through the engine's own loader, then its own post-load step for expert layers, whose parameters are first made
+        again as they were before loading. vLLM's `reload_weights` is no help: its experts are wrong on CPU.
+        """
+        model = self.model_runner.get_model()
+        state: dict[str, torch.Tensor] = {}
+        for file in [*sorted(Path(checkpoint).glob("*.safetensors")), Path(changes)]:
+            state.update(load_file(file))
+        experts = [module for module in model.modules() if type(module).__name__ == "RoutedExperts"]
+        for layer in experts:
+            _make_weights(layer)
+        model.load_weights(state.items())
+        for layer in experts:
+            layer.quant_method.moe_kernel = None
+            layer.quant_method.process_weights_after_loading(layer)
+
     def probe_packed_layers(self) -> list[str]:
         """Names of modules whose CPU matrix product would not read the live parameter."""
         model = self.model_runner.get_model()
@@ -100,6 +118,19 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
         yield "parameter", name, parameter
     for name, buffer in model.named_buffers(remove_duplicate=False):
         yield "buffer", name, buffer
+
+
+def _make_weights(layer: Any) -> None:
+    """Give an expert layer empty parameters of the shapes that the loader expects."""
+    config = layer.moe_config
+    layer.quant_method.create_weights(
+        layer=layer,
+        num_experts=layer.local_num_experts,
+        hidden_size=config.hidden_dim,
+        intermediate_size_per_partition=config.intermediate_size_per_partition,
+        params_dtype=layer.params_dtype,
+        weight_loader=layer.weight_loader,
+    )
 
 
 def _packed(module: torch.nn.Module) -> bool:

@@ -11,10 +11,11 @@ from typing import Any
 from torch import nn
 
 from refdelta.spec import DeltaError, Reason
+from refdelta.vllm.experts import PROVEN_KERNELS, expert_layers, kernel
 
 __all__ = ["check_engine"]
 
-ARCHITECTURES = frozenset({"Qwen3ForCausalLM", "Gemma4ForCausalLM"})
+ARCHITECTURES = frozenset({"Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma4ForCausalLM"})
 DEVICES = frozenset({"cpu", "cuda"})
 EXECUTORS = frozenset({"uni", "mp", "None"})
 LOAD_FORMATS = frozenset({"auto", "safetensors", "hf"})
@@ -43,8 +44,16 @@ def _fields(config: Any, model: nn.Module) -> Iterator[tuple[str, object, bool]]
     yield "offload_group_size", offload.prefetch.offload_group_size, not offload.prefetch.offload_group_size
     for name in ("lora_config", "speculative_config", "kv_transfer_config", "ec_transfer_config", "diffusion_config"):
         yield name, "set", getattr(config, name, None) is None
-    experts = [name for name, module in model.named_modules() if "MoE" in type(module).__name__]
-    yield "moe_layers", len(experts), not experts
+    yield from _expert_fields(model)
+
+
+def _expert_fields(model: nn.Module) -> Iterator[tuple[str, object, bool]]:
+    """The kernels of expert layers; what they made of their weights is proved later, for every layer."""
+    layers = expert_layers(model)
+    unknown = [n for n, module in model.named_modules() if "MoE" in type(module).__name__] if not layers else []
+    yield "moe_layers", len(unknown), not unknown
+    for found in sorted({kernel(layer) for layer in layers.values()}):
+        yield "moe_kernel", found, found in PROVEN_KERNELS
 
 
 def _model_fields(model_config: Any) -> Iterator[tuple[str, object, bool]]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from refdelta import bits
-from refdelta.layout_map import LayoutMap, Region
+from refdelta.layout_map import Box, LayoutMap, Region
+from refdelta.vllm.position_map import PositionMap
 
 __all__ = ["Attestation", "attest", "packed_layers"]
 
@@ -39,24 +40,37 @@ class Attestation:
         return [name for name, tensor in self.proved.items() if tensor.data_ptr() != self.addresses[name]]
 
 
-def attest(live: Mapping[str, Tensor], layout: LayoutMap, checkpoint: Mapping[str, Tensor]) -> Attestation:
+def attest(
+    live: Mapping[str, Tensor],
+    layout: LayoutMap,
+    checkpoint: Mapping[str, Tensor],
+    places: Mapping[str, PositionMap | str] | None = None,
+) -> Attestation:
     """Compare every mapped box of the live tensors with the checkpoint, bit for bit.
 
     Args:
         live: runtime parameter or buffer name -> live tensor on this rank.
         layout: the traced map of this rank.
         checkpoint: checkpoint tensor name -> tensor on the CPU; read one at a time.
+        places: parameter -> where its elements went after loading (what none went to must be zero), or why that cannot
+            be told. By default, and for other parameters: they stand where they were loaded.
     """
+    moved = {param: place for param, place in (places or {}).items() if isinstance(place, PositionMap)}
     report = layout.check()
     failed = {name: f"{count} elements are covered by no checkpoint tensor" for name, count in report.uncovered.items()}
     failed |= {name: f"written by both {a} and {b}" for name, a, b in report.overlapping}
     failed |= {param: f"{source} has another dtype" for source, param in report.dtype_differs}
     failed |= {param: f"{source} leaves the parameter" for source, param in report.out_of_bounds}
+    failed |= {param: place for param, place in (places or {}).items() if isinstance(place, str)}
+    failed |= {param: fault for param, place in moved.items() if (fault := place.fault(live[param]))}
     look_alikes: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for source, regions in _by_source(layout).items():
         tensor = checkpoint[source]
         for region in regions:
-            if region.param not in failed and (finding := _mismatch(live[region.param], region, tensor)):
+            if region.param in failed:
+                continue
+            held = _held(live[region.param], layout.params[region.param].shape, moved.get(region.param), region)
+            if finding := held if isinstance(held, str) else _mismatch(held, region, tensor):
                 failed[region.param] = finding
         look_alikes[_fingerprint(tensor)].append(source)
     proved = {name: live[name] for name in layout.params if name not in failed and name in live}
@@ -92,15 +106,31 @@ def _by_source(layout: LayoutMap) -> dict[str, list[Region]]:
     return grouped
 
 
-def _mismatch(param: Tensor, region: Region, source: Tensor) -> str | None:
+def _held(param: Tensor, shape: tuple[int, ...], place: PositionMap | None, region: Region) -> Tensor | str:
+    """The elements that a region was loaded into, or why there are none."""
     if param.numel() == 0:
         return "the parameter is empty: its weight was repacked after loading"
     if not param.is_contiguous():
         return "the parameter is not contiguous"
-    if param.dtype != source.dtype:
-        return f"dtype {param.dtype}, checkpoint {source.dtype}"
-    held = region.param_box.view(param)
-    wanted = region.source_box.view(source.contiguous()).to(param.device)
+    if place is not None:
+        return bits.gather(param, place(_positions(region.param_box))).view(region.param_box.shape)
+    if tuple(param.shape) != shape:
+        return f"its shape is {list(param.shape)} after loading, was {list(shape)}"
+    return region.param_box.view(param)
+
+
+def _positions(box: Box) -> Tensor:
+    """The positions of a box's elements, in row-major order."""
+    positions = torch.tensor([box.offset])
+    for size, stride in zip(box.shape, box.strides, strict=True):
+        positions = (positions.unsqueeze(-1) + torch.arange(size) * stride).flatten()
+    return positions
+
+
+def _mismatch(held: Tensor, region: Region, source: Tensor) -> str | None:
+    if held.dtype != source.dtype:
+        return f"dtype {held.dtype}, checkpoint {source.dtype}"
+    wanted = region.source_box.view(source.contiguous()).to(held.device)
     if bits.equal(held, wanted):
         return None
     return f"its bits differ from the checkpoint's {region.source} right after loading"

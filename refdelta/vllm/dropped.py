@@ -12,18 +12,22 @@ from typing import Any
 
 from torch import nn
 
+from refdelta.families.reasons import OTHER_RANKS, ROTARY, SHARED_KV, TOWER
+
 __all__ = ["declared_drops"]
 
 _ROTARY = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _TOWER = re.compile(r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\.")
 _SHARED_KV = re.compile(r"\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
 _Rule = Callable[[str], str | None]
 
 
 def declared_drops(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Checkpoint tensor -> why the engine does not hold it, for those of ``names`` that a rule accounts for."""
-    rules = [_rotary, *_family_rules(model)]
+    rules = [_rotary, *_family_rules(model), *_expert_rules(model), *_stage_rules(model)]
     reasons = {name: next((reason for rule in rules if (reason := rule(name))), None) for name in names}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
@@ -37,15 +41,38 @@ def _family_rules(model: nn.Module) -> list[_Rule]:
 
 
 def _rotary(name: str) -> str | None:
-    return "rotary table: recomputed from the config" if _ROTARY.search(name) else None
+    return ROTARY if _ROTARY.search(name) else None
 
 
 def _tower(name: str) -> str | None:
-    return "tower switched off: the engine serves the text model" if _TOWER.match(name) else None
+    return TOWER if _TOWER.match(name) else None
 
 
 def _shared_kv(name: str, first_shared: int) -> str | None:
     found = _SHARED_KV.search(name)
     if found and int(found[1]) >= first_shared:
-        return "KV-shared layer: it reads an earlier layer's cache"
+        return SHARED_KV
     return None
+
+
+def _expert_rules(model: nn.Module) -> list[_Rule]:
+    """With expert parallelism, the experts of other ranks; an id that no rank has stays unaccounted for."""
+    managers = (getattr(module, "expert_map_manager", None) for module in model.modules())
+    manager = next((found for found in managers if found is not None and found.use_ep), None)
+    if manager is None:
+        return []
+    elsewhere = {i for i in range(manager.global_num_experts) if manager.map_global_to_local(i) < 0}
+    return [lambda name: OTHER_RANKS if (found := _EXPERT.search(name)) and int(found[1]) in elsewhere else None]
+
+
+def _stage_rules(model: nn.Module) -> list[_Rule]:
+    """With pipeline parallelism, the modules that other stages hold."""
+    missing = [
+        _plain(name) + "." for name, module in model.named_modules() if type(module).__name__ == "PPMissingLayer"
+    ]
+    return [lambda name: OTHER_RANKS if missing and _plain(name).startswith(tuple(missing)) else None]
+
+
+def _plain(name: str) -> str:
+    """Files and engines nest a multimodal model's language model differently."""
+    return name.replace("language_model.", "")

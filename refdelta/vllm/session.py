@@ -14,6 +14,8 @@ from refdelta.apply import read_delta
 from refdelta.layout_map import LayoutMap, RoutedPatch
 from refdelta.spec import DELTA_FILE, METADATA_FILE, Delta, DeltaError, Reason, TensorPatch
 from refdelta.vllm.attest import Attestation
+from refdelta.vllm.position_map import PositionMap
+from refdelta.vllm.postload import Standing
 
 __all__ = ["Session", "Target"]
 
@@ -26,6 +28,19 @@ class Target:
     attestation: Attestation
     refused: Mapping[str, str]
     """Checkpoint tensor -> why no delta may touch it, on any rank."""
+    places: Mapping[str, PositionMap] = field(default_factory=dict)
+    """Parameter -> where the elements went that were loaded into it, of those that the engine rearranged."""
+    standings: Mapping[str, Standing] = field(default_factory=dict)
+    """Runtime name, or dropped checkpoint tensor -> what became of it after loading."""
+
+    def route(self, patch: TensorPatch) -> list[RoutedPatch]:
+        """Where a patch's elements stand in the live parameters, in O(changed); raises as `LayoutMap.route`."""
+        return [
+            RoutedPatch(piece.param, place(piece.indices), piece.values)
+            if (place := self.places.get(piece.param))
+            else piece
+            for piece in self.layout.route(patch)
+        ]
 
 
 @dataclass
@@ -83,7 +98,7 @@ class Session:
                 raise DeltaError(Reason.UNATTESTED, refusal, patch.name)
 
     def _route(self, patch: TensorPatch) -> list[RoutedPatch]:
-        return [self._placed(piece) for piece in self.target.layout.route(patch)]
+        return [self._placed(piece) for piece in self.target.route(patch)]
 
     def _placed(self, piece: RoutedPatch) -> RoutedPatch:
         device = self._tensor(piece.param).device

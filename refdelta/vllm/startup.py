@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from torch import nn
@@ -14,6 +15,9 @@ from refdelta.layout_map import Box, LayoutMap, TensorInfo, uncovered_elements
 from refdelta.spec import DeltaError, Reason
 from refdelta.vllm.attest import Attestation, attest, packed_layers
 from refdelta.vllm.compat import installed_version
+from refdelta.vllm.experts import as_loaded, expert_layers, kernel, reads_live_weights
+from refdelta.vllm.position_map import PositionMap
+from refdelta.vllm.postload import Standing, recover_permutations, verdicts
 from refdelta.vllm.ranks import RankGroup
 from refdelta.vllm.session import Target
 from refdelta.vllm.trace import runtime_tensors, trace_model
@@ -26,16 +30,23 @@ logger = init_logger("vllm.refdelta")  # under vLLM's logger, so that its handle
 def prove(model: nn.Module, checkpoint_dir: Path, ranks: RankGroup) -> Target:
     """Trace the layout, attest it against the checkpoint, and combine the ranks' findings.
 
-    Raises `DeltaError` (``unsupported_engine``) where the engine reads packed copies of its weights.
+    Raises `DeltaError` (``unsupported_engine``) where the engine reads packed copies of its weights, or rearranged its
+    experts in a way that could not be recovered.
     """
     _refuse_packed(model)
+    places = recover_permutations(model)
     with Checkpoint(checkpoint_dir) as checkpoint:
         infos = checkpoint.infos()
-        layout = trace_model(model, {name: (info.shape, info.dtype) for name, info in infos.items()})
-        attestation = attest(runtime_tensors(model), layout, checkpoint)
+        with as_loaded(model):
+            layout = trace_model(model, {name: (info.shape, info.dtype) for name, info in infos.items()})
+        attestation = attest(runtime_tensors(model), layout, checkpoint, places)
+    _refuse_experts(attestation, places, ranks)
     refused = _refused_anywhere(layout, attestation, ranks)
-    _log(layout, attestation, refused, ranks)
-    return Target(layout, attestation, refused)
+    standings = verdicts(model, layout, attestation, places, packed=())
+    _log(layout, attestation, standings, refused, ranks)
+    return Target(
+        layout, attestation, refused, {k: v for k, v in places.items() if isinstance(v, PositionMap)}, standings
+    )
 
 
 def _refuse_packed(model: nn.Module) -> None:
@@ -46,6 +57,22 @@ def _refuse_packed(model: nn.Module) -> None:
             "packed copies of their weights, so an in-place update would serve stale logits; "
             "the refdelta plugin must be loaded in every process before the model is",
         )
+    for name, layer in expert_layers(model).items():
+        if not reads_live_weights(layer):
+            raise DeltaError(
+                Reason.UNSUPPORTED_ENGINE, f"moe_kernel={kernel(layer)}: {name} reads copies of its weights"
+            )
+
+
+def _refuse_experts(attestation: Attestation, places: Collection[str], ranks: RankGroup) -> None:
+    """Engines with experts are served only where every expert parameter was proved, on every rank."""
+    mine = [f"{param}: {why}" for param, why in attestation.failed.items() if param in places]
+    for rank, findings in enumerate(json.loads(text) for text in ranks.gather(json.dumps(mine))):
+        if findings:
+            raise DeltaError(
+                Reason.UNSUPPORTED_ENGINE,
+                f"moe_weights: rank {rank}: {findings[0]} ({len(findings)} expert parameters were not proved)",
+            )
 
 
 def _refused_anywhere(layout: LayoutMap, attestation: Attestation, ranks: RankGroup) -> dict[str, str]:
@@ -86,10 +113,16 @@ def _held_nowhere(
     return found
 
 
-def _log(layout: LayoutMap, attestation: Attestation, refused: Mapping[str, str], ranks: RankGroup) -> None:
+def _log(
+    layout: LayoutMap,
+    attestation: Attestation,
+    standings: Mapping[str, Standing],
+    refused: Mapping[str, str],
+    ranks: RankGroup,
+) -> None:
     logger.info(
         "refdelta: rank %d of %d: %d checkpoint tensors onto %d parameters; %d attested, %d failed, %d dropped for a "
-        "reason, %d tied, %d unproven (equal bytes)",
+        "reason, %d tied, %d unproven (equal bytes); after loading: %s",
         ranks.rank,
         ranks.size,
         len(layout.sources),
@@ -99,6 +132,7 @@ def _log(layout: LayoutMap, attestation: Attestation, refused: Mapping[str, str]
         len(layout.dropped),
         len(layout.aliases),
         len(attestation.unproven),
+        ", ".join(f"{count} {verdict}" for verdict, count in Counter(s.verdict for s in standings.values()).items()),
     )
     for name, why in refused.items():
         logger.warning("refdelta: deltas that touch %s will be refused: %s", name, why)

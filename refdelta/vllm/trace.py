@@ -11,17 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from refdelta.families.reasons import OTHER_RANKS
 from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo
 from refdelta.spec import DeltaError, Reason
 from refdelta.vllm.dropped import declared_drops
+from refdelta.vllm.tracer import trace_config, trace_config_ranks
 
-__all__ = ["runtime_aliases", "runtime_tensors", "trace_model"]
+__all__ = ["runtime_aliases", "runtime_tensors", "trace_config", "trace_config_ranks", "trace_model"]
 
 aten = torch.ops.aten
 
@@ -74,7 +77,7 @@ def trace_model(model: nn.Module, checkpoint_tensors: Mapping[str, tuple[Sequenc
         for name, tensor in live.items()
         if name in persistent or name in written
     }
-    aliases = _tied(model, sources, recorder.regions)
+    aliases = _tied(model, sources, recorder)
     idle = [name for name in sources if name not in mapped and name not in aliases]
     return LayoutMap(
         sources=sources,
@@ -82,26 +85,28 @@ def trace_model(model: nn.Module, checkpoint_tensors: Mapping[str, tuple[Sequenc
         regions=tuple(recorder.regions),
         padding={name: tuple(boxes) for name, boxes in recorder.padding.items()},
         aliases=aliases,
-        dropped=declared_drops(model, idle),
+        dropped=declared_drops(model, idle) | {name: OTHER_RANKS for name in idle if name in recorder.empty},
     )
 
 
-def _tied(model: nn.Module, sources: Mapping[str, TensorInfo], regions: Sequence[Region]) -> dict[str, str]:
+def _tied(model: nn.Module, sources: Mapping[str, TensorInfo], recorder: _Recorder) -> dict[str, str]:
     """Checkpoint name of a tied tensor -> the checkpoint tensor that fills the shared parameter.
 
     A model may know one parameter under many names (Gemma 4 lists its layers twice); of those, only names that the
     files or a trainer use count: a tensor of the files that the loader skipped, or the output head.
     """
-    filled_by = {region.param: region.source for region in regions}
-    idle = set(sources) - set(filled_by.values())
+    filled_by = {param: source for source, param in recorder.empty.items()}
+    filled_by |= {region.param: region.source for region in recorder.regions}
+    filled = set(filled_by.values())
     tied: dict[str, str] = {}
     for alias, param in runtime_aliases(model).items():
         # A multimodal wrapper nests its language model: the files do not say `language_model.`.
-        names = {name for name in idle if alias == name or alias.endswith("." + name)}
-        if not names and alias.split(".")[-2:] == _HEAD.split("."):
-            names = {_HEAD}
+        parts = alias.split(".")
+        names = {name for name in (".".join(parts[i:]) for i in range(len(parts))) if name in sources}
+        if parts[-2:] == _HEAD.split("."):
+            names = names or {_HEAD}
         if param in filled_by:
-            tied |= {name: filled_by[param] for name in sorted(names) if name not in filled_by.values()}
+            tied |= dict.fromkeys(sorted(names - filled), filled_by[param])
     return tied
 
 
@@ -122,6 +127,7 @@ class _Recorder(TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self.regions: list[Region] = []
         self.padding: dict[str, list[Box]] = {}
+        self.empty: dict[str, str] = {}
         self._live: dict[int, list[_Placed]] = {}
         for name, tensor in live.items():
             self._live.setdefault(_storage(tensor), []).append(
@@ -148,7 +154,7 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _is_live(self, tensor: object) -> bool:
-        return isinstance(tensor, Tensor) and not tensor.is_meta and _storage(tensor) in self._live
+        return isinstance(tensor, Tensor) and _storage(tensor) in self._live
 
     def _copied(self, target: Tensor, source: Tensor) -> None:
         name = self._source_of.get(_storage(source)) if source.is_meta else None
@@ -156,6 +162,7 @@ class _Recorder(TorchDispatchMode):
         if name is None or source.dtype != self._stand_ins[name].dtype:
             raise _untraceable(f"{param.name} is filled from something other than a view of a checkpoint tensor")
         if target.numel() == 0:
+            self.empty[name] = param.name
             return
         self.regions.append(
             Region(
@@ -183,9 +190,16 @@ class _Recorder(TorchDispatchMode):
         raise _untraceable("a write into a live storage belongs to no parameter")
 
     def _refuse_other_writes(self, func: Any, args: Sequence[object]) -> None:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and self._is_live(value):
+        for position in _written(func):
+            if position < len(args) and self._is_live(args[position]):
                 raise _untraceable(f"the loader writes a live parameter by {func}")
+
+
+@cache
+def _written(func: Any) -> tuple[int, ...]:
+    """Positions of the arguments that an operation writes."""
+    kinds = [argument.alias_info for argument in func._schema.arguments]
+    return tuple(position for position, kind in enumerate(kinds) if kind is not None and kind.is_write)
 
 
 _FILLS = (aten.fill_.Scalar, aten.zero_.default)

@@ -1,0 +1,51 @@
+"""Imported into every process of an unpatched engine: after a dump, each rank writes what refdelta traces and recovers.
+
+Only in engines on the lowest digit of a position code. The dump is complete before refdelta is imported, so that what
+it holds cannot depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from conformance.live import probe
+
+_dump = probe.Probe.probe_dump
+
+
+def _dump_and_trace(self: Any, directory: str) -> str:
+    path = _dump(self, directory)
+    checkpoint = Path(self.model_runner.vllm_config.model_config.model)
+    if checkpoint.name == "digit0":
+        found = _traced(self.model_runner.get_model(), checkpoint)
+        Path(path).with_suffix(".traced").write_text(json.dumps(found))
+    return path
+
+
+def _traced(model: Any, directory: Path) -> dict[str, object]:
+    from refdelta.checkpoint import Checkpoint
+    from refdelta.vllm.attest import attest, packed_layers
+    from refdelta.vllm.experts import as_loaded
+    from refdelta.vllm.position_map import PositionMap
+    from refdelta.vllm.postload import recover_permutations, verdicts
+    from refdelta.vllm.trace import runtime_tensors, trace_model
+
+    places = recover_permutations(model)
+    with Checkpoint(directory) as checkpoint:
+        infos = checkpoint.infos()
+        with as_loaded(model):
+            layout = trace_model(model, {name: (info.shape, info.dtype) for name, info in infos.items()})
+        attestation = attest(runtime_tensors(model), layout, checkpoint, places)
+    standings = verdicts(model, layout, attestation, places, packed_layers(model))
+    maps = {param: place for param, place in places.items() if isinstance(place, PositionMap)}
+    return {
+        "layout": layout.to_json(),
+        "failed": dict(attestation.failed),
+        "tables": {param: [table.tolist() for table in place.tables] for param, place in maps.items()},
+        "verdicts": {name: standing.verdict.value for name, standing in standings.items()},
+    }
+
+
+setattr(probe.Probe, "probe_dump", _dump_and_trace)  # noqa: B010  # a method is replaced on purpose
