@@ -31,6 +31,7 @@ __all__ = [
     "RoutedPatch",
     "TensorInfo",
     "coverage",
+    "extent",
     "layout_from_config",
     "uncovered_elements",
 ]
@@ -386,7 +387,7 @@ def _routed(patch: TensorPatch, regions: Sequence[Region]) -> Iterator[RoutedPat
 
 # --- exact coverage -------------------------------------------------------------------------------------------------
 
-_Extent = tuple[tuple[int, int], ...]  # per axis of the tensor: first, one past the last
+Extent = tuple[tuple[int, int], ...]  # per axis of the tensor: first, one past the last
 
 
 def coverage(info: TensorInfo, owners: Sequence[tuple[str, Box]]) -> tuple[int, list[tuple[str, str]]]:
@@ -395,7 +396,7 @@ def coverage(info: TensorInfo, owners: Sequence[tuple[str, Box]]) -> tuple[int, 
     Boxes that leave the tensor count as absent.
     """
     inside = [(owner, box) for owner, box in owners if box.numel and box.last < info.numel]
-    extents = [(owner, _extent(box, info.shape)) for owner, box in inside]
+    extents = [(owner, extent(box, info.shape)) for owner, box in inside]
     known = [(owner, extent) for owner, extent in extents if extent is not None]
     if len(known) < len(extents):
         return _cover_by_counting(info, inside)
@@ -410,7 +411,7 @@ def uncovered_elements(info: TensorInfo, boxes: Sequence[Box]) -> int:
     return coverage(info, [("", box) for box in boxes])[0]
 
 
-def _extent(box: Box, shape: tuple[int, ...]) -> _Extent | None:
+def extent(box: Box, shape: tuple[int, ...]) -> Extent | None:
     """The box as per-axis ranges of ``shape``, or None where it is not aligned with the axes."""
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     starts, rest = [], box.offset
@@ -430,7 +431,7 @@ def _extent(box: Box, shape: tuple[int, ...]) -> _Extent | None:
     return tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
-def _clashes(extents: Sequence[tuple[str, _Extent]]) -> list[tuple[str, str]]:
+def _clashes(extents: Sequence[tuple[str, Extent]]) -> list[tuple[str, str]]:
     if not extents or not extents[0][1]:
         return [(a, b) for (a, _), (b, _) in combinations(extents, 2)]
     ordered = sorted(extents, key=lambda item: item[1][0])
@@ -444,7 +445,7 @@ def _clashes(extents: Sequence[tuple[str, _Extent]]) -> list[tuple[str, str]]:
     return found
 
 
-def _union(extents: Sequence[_Extent]) -> int:
+def _union(extents: Sequence[Extent]) -> int:
     """Number of elements in any of the ranges, axis by axis between neighbouring edges."""
     if not extents or not extents[0]:
         return len(extents[:1])

@@ -16,16 +16,17 @@ from typer._click.exceptions import ClickException
 
 from refdelta.cli.checkpoints import apply, diff, verify
 from refdelta.cli.deltas import compose, inspect
+from refdelta.cli.layout import layout
 from refdelta.cli.output import REFUSED, print_error
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (diff, apply, inspect, verify, compose):
+for command in (diff, apply, inspect, verify, compose, layout):
     app.command()(command)
 
 
 @app.callback()
 def refdelta() -> None:
-    """Sparse deltas (sparse_delta v2): make, apply, look into, verify and compose them."""
+    """Sparse deltas (sparse_delta v2): make, apply, look into, verify and compose them, and map them to engines."""
 
 
 def main() -> None:

@@ -1,0 +1,122 @@
+"""`refdelta layout`: tables, JSON, verdicts, refusals, the picture; rules only, so that no engine is needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from refdelta.cli import run
+from refdelta.layout_map import LayoutMap, layout_from_config
+
+CONFIGS = Path(__file__).resolve().parents[2] / "conformance" / "configs"
+QWEN = CONFIGS / "qwen3-0.6b.json"
+GEMMA = CONFIGS / "gemma4-e2b.json"
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The JSON of one run that must succeed."""
+    assert run(["layout", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_json_holds_the_map_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed reads back as the map that the rules give."""
+    found = report(capsys, str(QWEN), "--tp", "2")
+    config = json.loads(QWEN.read_text())
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    for rank in found["ranks"]:
+        layout = LayoutMap.from_json(json.dumps(rank["layout"]))
+        assert layout == layout_from_config(config, tp_size=2, tp_rank=rank["rank"])
+    assert found["findings"] == found["differences"] == []
+
+
+def test_verdicts_name_ties_and_drops(capsys: pytest.CaptureFixture[str]) -> None:
+    """Tied heads, KV-shared layers and mapped tensors."""
+    (rank,) = report(capsys, str(GEMMA))["ranks"]
+    verdicts = rank["verdicts"]
+    assert set(verdicts) == set(rank["layout"]["sources"])
+    assert verdicts["model.language_model.embed_tokens.weight"] == "mapped"
+    assert "lost" not in verdicts.values()
+    assert rank["totals"]["tensors"] == len(verdicts)
+
+
+def test_one_rank_prints_its_boxes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 of two holds the second half of k, behind its half of q."""
+    assert run(["layout", str(QWEN), "--tp", "2", "--rank", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (k_proj,) = [line for line in lines if "layers.0.self_attn.k_proj" in line]
+    assert "512:1024, 0:1024" in k_proj
+    assert "1024:1536, 0:1024" in k_proj
+    assert any("proven: every element has its place" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["/nonexistent/config.json"], "unreadable"),
+        ([str(QWEN), "--tp", "2", "--rank", "2"], "bad_option"),
+        ([str(QWEN), "--tp", "3"], "unsupported_engine"),
+        ([str(QWEN), "--tp", "0"], "bad_option"),
+        ([str(QWEN), "--picture", "x.pdf"], "bad_option"),
+        ([str(QWEN), "--picture", "x.png", "--layer", "99"], "bad_option"),
+    ],
+)
+def test_refusals_are_one_line(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    reason: str,
+) -> None:
+    """Exit 2, one line, nothing on standard output."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run(["layout", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: [{reason}] ")
+    assert printed.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ending", [".png", ".svg"])
+def test_the_picture(tmp_path: Path, ending: str) -> None:
+    """A file of the kind that its ending says; an SVG names the tensors that it shows."""
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib (extra plot)")
+    out = tmp_path / f"layer{ending}"
+    assert run(["layout", str(QWEN), "--tp", "2", "--picture", str(out)]) == 0
+    head = out.read_bytes()[:100]
+    assert head.startswith(b"\x89PNG") if ending == ".png" else b"<?xml" in head
+
+
+def test_maps_that_differ_fail(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``--source both`` a loader that puts k where v belongs is a finding: exit 1, and both sides are told."""
+    layouts = [layout_from_config(json.loads(QWEN.read_text()), tp_size=2, tp_rank=rank) for rank in (0, 1)]
+
+    def traced(path: object, **sizes: object) -> list[LayoutMap]:
+        return [LayoutMap.from_json(_swapped(layout.to_json())) for layout in layouts]
+
+    monkeypatch.setattr("refdelta.vllm.trace.trace_config_ranks", traced)
+    assert run(["layout", str(QWEN), "--tp", "2", "--source", "both"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines if "regions model.layers.0.self_attn.k_proj.weight" in line] == [
+        "rank 0",
+        "rank 1",
+    ]
+    assert lines[-1].startswith("rules and vLLM differ")
+
+
+def _swapped(text: str) -> str:
+    raw = json.loads(text)
+    for region in raw["regions"]:
+        if ".layers.0." in region[0]:
+            swap = {"k_proj": "v_proj", "v_proj": "k_proj"}
+            for one, other in swap.items():
+                if one in region[0]:
+                    region[0] = region[0].replace(one, other)
+                    break
+    return json.dumps(raw)
