@@ -59,7 +59,7 @@ def test_a_killed_zygote_takes_its_children_along(tmp_path: Path) -> None:
     while (left := list(writers(tmp_path / "log"))) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
-    assert not (tmp_path / "outputs.json").exists(), "the child had ended before its zygote was killed"
+    assert not (tmp_path / "outputs.json").exists(), "the child went on without its zygote, or was done before"
 
 
 def writers(log: Path) -> Iterator[str]:
