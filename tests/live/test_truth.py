@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from conformance import checkpoints
 from conformance.live import judge
-from conformance.live.runner import Host, HostDied, HostError, environment
+from conformance.live.runner import START_TIMEOUT, Host, HostDied, HostError, environment
 from conformance.live.truth import Truths
 
 
@@ -28,6 +30,44 @@ def test_forked_engine_equals_a_plain_one(model: str, tp: int, tmp_path: Path) -
     assert judge.compare(model, plain.dumps, forked.dumps) == []
     assert judge.compare_outputs(model, plain.outputs, forked.outputs) == []
     assert judge.finite(plain.outputs)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("unpack", [False, True])
+def test_packed_layers_are_seen(unpack: bool, tmp_path: Path) -> None:
+    """Without the switch vLLM's CPU layers read packed copies, and the probe says which."""
+    checkpoint = checkpoints.make("qwen3-tied", tmp_path / "base")
+    with Host(environment(plugins="", unpack=unpack), tmp_path / "log") as host:
+        host.call("start", timeout=START_TIMEOUT, checkpoint=str(checkpoint.directory), tp=1)
+        (packed,) = host.call("packed_layers")
+    layers = {"model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.down_proj", "model.embed_tokens"}
+    assert layers.isdisjoint(packed) if unpack else layers <= set(packed)
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_zygote_takes_its_children_along(tmp_path: Path) -> None:
+    checkpoint = checkpoints.make("qwen3-tied", tmp_path / "base")
+    job = {"start": {"checkpoint": str(checkpoint.directory), "tp": 1}, "prompts": [], "out": str(tmp_path)}
+    host = Host(environment(plugins="", unpack=True), tmp_path / "log")
+    try:
+        host.call("warm", timeout=START_TIMEOUT)
+        with pytest.raises(HostDied):
+            host.call("forked_truths", timeout=0.3, jobs=[job], at_once=1, limit_s=60.0)
+    finally:
+        host.kill()
+    deadline = time.monotonic() + 10
+    while (left := list(writers(tmp_path / "log"))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+    assert not (tmp_path / "outputs.json").exists(), "the child went on without its zygote, or was done before"
+
+
+def writers(log: Path) -> Iterator[str]:
+    """Processes whose standard output is ``log``."""
+    for output in Path("/proc").glob("[0-9]*/fd/1"):
+        with contextlib.suppress(OSError):
+            if output.readlink() == log:
+                yield output.parts[2]
 
 
 def alive(group: int) -> bool:
