@@ -17,11 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-import torch
 from torch import Tensor
 
 from refdelta.container import Entry, Header, read_header, shown, strict_json
-from refdelta.files import Folder, open_file, read_exactly, read_into
+from refdelta.files import Folder, new_bytes, open_file, read_exactly, read_into
 from refdelta.layout_map import TensorInfo
 from refdelta.spec import DELTA_FILE, DTYPES, MAX_HEADER_BYTES, DeltaError, Reason, check_name, check_shape
 
@@ -44,7 +43,7 @@ class Shard:
 
     def read(self, start: int, end: int) -> Tensor:
         """[end - start] uint8: bytes of the file's data."""
-        data = torch.empty(end - start, dtype=torch.uint8)
+        data = new_bytes(end - start)
         at = len(self.header.raw) + start
 
         def read(view: memoryview) -> int:

@@ -33,6 +33,7 @@ from refdelta.spec import DeltaError, Reason
 __all__ = [
     "LEFTOVER_AGE_S",
     "Folder",
+    "new_bytes",
     "new_directory",
     "new_file",
     "open_file",
@@ -105,9 +106,17 @@ def open_file(path: Path, missing: Reason, name: str | None = None, dir_fd: int 
 
 def read_exactly(file: FileIO, size: int) -> Tensor:
     """[size] uint8: the next bytes of an unbuffered file."""
-    data = torch.empty(size, dtype=torch.uint8)
+    data = new_bytes(size)
     read_into(data.numpy().data, file.readinto)
     return data
+
+
+def new_bytes(size: int) -> Tensor:
+    """[size] uint8, not set; `DeltaError` (unreadable) where there is not that much memory."""
+    try:
+        return torch.empty(size, dtype=torch.uint8)
+    except RuntimeError:
+        raise DeltaError(Reason.UNREADABLE, f"no memory for {size} bytes") from None
 
 
 def read_into(view: memoryview, read: Callable[[memoryview], int | None]) -> None:
