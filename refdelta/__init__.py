@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from refdelta.apply import apply_delta, apply_to_checkpoint, read_delta
+    from refdelta.apply import apply_delta, apply_to_checkpoint, compose, join, read_delta
+    from refdelta.digest import roll_digest, state_digest
     from refdelta.encode import DeltaEncoder, diff, write_delta
     from refdelta.spec import (
         DELTA_FILE,
@@ -42,13 +43,18 @@ __all__ = [
     "TensorPatch",
     "apply_delta",
     "apply_to_checkpoint",
+    "compose",
     "diff",
+    "join",
     "read_delta",
+    "roll_digest",
+    "state_digest",
     "write_delta",
 ]
 
 _MODULES = {
-    "apply": ("apply_delta", "apply_to_checkpoint", "read_delta"),
+    "apply": ("apply_delta", "apply_to_checkpoint", "compose", "join", "read_delta"),
+    "digest": ("roll_digest", "state_digest"),
     "encode": ("DeltaEncoder", "diff", "write_delta"),
     "spec": (
         "DELTA_FILE",

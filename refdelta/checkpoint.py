@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,11 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-import torch
 from torch import Tensor
 
 from refdelta.container import Entry, Header, read_header, shown, strict_json
-from refdelta.files import Folder, open_file, read_exactly, read_into
+from refdelta.files import Folder, new_bytes, open_file, read_exactly, read_into
 from refdelta.layout_map import TensorInfo
 from refdelta.spec import DELTA_FILE, DTYPES, MAX_HEADER_BYTES, DeltaError, Reason, check_name, check_shape
 
@@ -43,7 +43,7 @@ class Shard:
 
     def read(self, start: int, end: int) -> Tensor:
         """[end - start] uint8: bytes of the file's data."""
-        data = torch.empty(end - start, dtype=torch.uint8)
+        data = new_bytes(end - start)
         at = len(self.header.raw) + start
 
         def read(view: memoryview) -> int:
@@ -76,7 +76,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.is_file = not self.path.is_dir()
+        self.is_file = not _is_directory(self.path)
         self._stack = ExitStack()
         try:
             self.shards = self._open()
@@ -162,6 +162,15 @@ class Checkpoint(Mapping[str, Tensor]):
             detail = f"{what}, unlike what {self.path / INDEX_FILE} says; {len(faults)} such differences"
             raise DeltaError(Reason.KEYS_MISMATCH, detail, name)
         return shards
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        raise DeltaError(Reason.NOT_A_CHECKPOINT, f"no file or directory {path}") from None
+    except OSError as error:
+        raise DeltaError(Reason.UNREADABLE, f"{path}: {error.strerror}") from None
 
 
 def _read_index(folder: Folder) -> dict[str, str]:

@@ -63,9 +63,8 @@ def layer_digests(weights: Weights) -> dict[str, str]:
 
 def tensor_digest(name: str, tensor: Tensor) -> str:
     """The digest of one tensor under its name: header and elements."""
-    seed, header = _identity(name, tensor.dtype, tuple(tensor.shape))
-    sums = bits.map_pieces(lambda start, piece: _sum_of_run(piece, seed + start * GAMMA), tensor)
-    return _text(header + sum(sums))
+    shape = tuple(tensor.shape)
+    return add(header_digest(name, tensor.dtype, shape), run_digest(name, tensor.dtype, shape, 0, tensor))
 
 
 def header_digest(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
@@ -89,7 +88,7 @@ def positions_digest(name: str, dtype: torch.dtype, shape: tuple[int, ...], indi
 
 
 def run_digest(name: str, dtype: torch.dtype, shape: tuple[int, ...], start: int, run: Tensor) -> str:
-    """The share of ``run`` ([n], ``dtype``), the elements at positions ``start`` to ``start + n - 1``. O(n)."""
+    """The share of the elements of ``run`` (any shape, ``dtype``) at ``start`` and the positions behind it."""
     if run.dtype != dtype:
         raise DeltaError(Reason.DTYPE_MISMATCH, f"expected {dtype}, found {run.dtype}", name)
     seed, _ = _identity(name, dtype, shape)

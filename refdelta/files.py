@@ -33,6 +33,7 @@ from refdelta.spec import DeltaError, Reason
 __all__ = [
     "LEFTOVER_AGE_S",
     "Folder",
+    "new_bytes",
     "new_directory",
     "new_file",
     "open_file",
@@ -105,9 +106,17 @@ def open_file(path: Path, missing: Reason, name: str | None = None, dir_fd: int 
 
 def read_exactly(file: FileIO, size: int) -> Tensor:
     """[size] uint8: the next bytes of an unbuffered file."""
-    data = torch.empty(size, dtype=torch.uint8)
+    data = new_bytes(size)
     read_into(data.numpy().data, file.readinto)
     return data
+
+
+def new_bytes(size: int) -> Tensor:
+    """[size] uint8, not set; `DeltaError` (unreadable) where there is not that much memory."""
+    try:
+        return torch.empty(size, dtype=torch.uint8)
+    except RuntimeError:
+        raise DeltaError(Reason.UNREADABLE, f"no memory for {size} bytes") from None
 
 
 def read_into(view: memoryview, read: Callable[[memoryview], int | None]) -> None:
@@ -181,8 +190,7 @@ def _new(target: Path, replaceable: Replaceable | None) -> Iterator[Path]:
         with _workshop(target) as workshop:
             place = workshop / "new"
             yield place
-            _check_target(target, replaceable)
-            _move(place, target, workshop / "old")
+            _move(place, target, workshop / "old", replaceable)
             _sync_directory(target.parent)
     except OSError as error:
         # Moving onto what another writer has put there meanwhile.
@@ -200,17 +208,24 @@ def _check_target(target: Path, replaceable: Replaceable | None) -> None:
         raise DeltaError(Reason.TARGET_EXISTS, f"{target}{kept}")
 
 
-def _move(source: Path, target: Path, old: Path) -> None:
+def _move(source: Path, target: Path, old: Path, replaceable: Replaceable | None) -> None:
     """``source`` becomes ``target``; what was there comes to lie in ``source``'s place, or at ``old``."""
-    flag = _RENAME_EXCHANGE if os.path.lexists(target) else _RENAME_NOREPLACE
-    try:
-        _rename(source, target, flag)
-    except OSError as error:
-        if error.errno not in _WITHOUT_FLAGS:
-            raise
-        if flag == _RENAME_EXCHANGE:
-            target.rename(old)
-        source.rename(target)
+    while True:
+        flag = _RENAME_EXCHANGE if replaceable and os.path.lexists(target) else _RENAME_NOREPLACE
+        _check_target(target, replaceable)
+        try:
+            _rename(source, target, flag)
+        except OSError as error:
+            appeared = flag == _RENAME_NOREPLACE and error.errno == errno.EEXIST and replaceable
+            vanished = flag == _RENAME_EXCHANGE and error.errno == errno.ENOENT
+            if appeared or vanished:
+                continue
+            if error.errno not in _WITHOUT_FLAGS:
+                raise
+            if flag == _RENAME_EXCHANGE:
+                target.rename(old)
+            source.rename(target)
+        return
 
 
 def _rename(source: Path, target: Path, flag: int) -> None:

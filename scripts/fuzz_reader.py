@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import itertools
 import json
 import os
 import random
@@ -462,12 +463,12 @@ def random_faults(corpus: Sequence[Files], rng: random.Random) -> Iterator[tuple
         yield fault.__name__, files, special
 
 
-def fuzz(reads: int, seed: int, directory: Path, keep: Path | None = None) -> Tally:
+def fuzz(reads: int, seed: int, directory: Path, keep: Path | None = None, *, truncations: bool = True) -> Tally:
     """Every truncation first, then random faults, ``reads`` in all."""
     rng, tally = random.Random(seed), Tally()
     corpus = seeds(directory)
     limit_memory()
-    cases = (case for cases in (every_truncation(corpus), random_faults(corpus, rng)) for case in cases)
+    cases = itertools.chain(every_truncation(corpus) if truncations else (), random_faults(corpus, rng))
     for _ in range(reads):
         name, files, special = next(cases)
         place(files, special, rng, directory / "case")

@@ -90,7 +90,7 @@ def scenes(directory: Path) -> list[Scene]:
         def held() -> str:
             with Checkpoint(checkpoint) as found:
                 w = found["w"]
-            assert (checkpoint / "config.json").read_text() == "{}", "a checkpoint without its other files"
+            assert _holds(checkpoint, "config.json"), "a checkpoint without its other files"
             return "a" if torch.equal(w, a["w"]) else "b" if torch.equal(w, b["w"]) else "a mixture"
 
         return _look(held, {"a": "old", "b": "new"})
@@ -125,6 +125,11 @@ def scenes(directory: Path) -> list[Scene]:
     ]
 
 
+def _holds(folder: Path, name: str) -> bool:
+    """Whether a directory has a file, if it has not been cleared meanwhile."""
+    return (folder / name).exists() or not folder.exists()
+
+
 def write_empty(directory: Path) -> Path:
     """A delta that changes nothing."""
     path = directory / "nothing"
@@ -140,8 +145,19 @@ def _look(held: Callable[[], str], states: dict[str, State]) -> State:
         raise
 
 
+def put_back(scene: Scene) -> None:
+    """The state before, without what kills have left, so that a writing takes the same lines each time."""
+    for beside in scene.target.parent.glob(".*"):
+        _clear(beside)
+    scene.prepare()
+
+
 def _clear(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a directory at one stroke for those who read it."""
+    aside = path.with_name(".cleared")
+    if path.exists():
+        path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 # Killing
@@ -243,7 +259,7 @@ def run(kills: int, seed: int, directory: Path) -> Tally:
         next(reader)
         quota = tally.kills + kills // 4 + (number < kills % 4)
         while tally.kills < quota:
-            scene.prepare()
+            put_back(scene)
             tally.attempts += 1
             tally.kills += killed(scene, rng, lines, seconds)
             _judge(scene, tally)

@@ -143,6 +143,18 @@ def test_disjoint_shares_add_up_in_any_order() -> None:
     check()
 
 
+@pytest.mark.usefixtures("blocks")
+def test_runs_of_neighbours_add_up() -> None:
+    tensor = bf16(*range(0x3F00, 0x3F00 + 35)).view(5, 7)
+    shares = [digest.header_digest("w", tensor.dtype, (5, 7))]
+    for start, stop in itertools.pairwise([0, 3, 3, 14, 34, 35]):
+        shares.append(digest.run_digest("w", tensor.dtype, (5, 7), start, tensor.view(-1)[start:stop]))
+    assert digest.add(*shares) == digest.tensor_digest("w", tensor)
+    assert digest.run_digest("w", tensor.dtype, (5, 7), 7, tensor[1:3].t().contiguous().t()) == digest.run_digest(
+        "w", tensor.dtype, (5, 7), 7, tensor.view(-1)[7:21]
+    )
+
+
 def test_layers_add_up() -> None:
     state = {"a": bf16(1, 2, 3), "b": torch.ones(2, 3), "c": torch.zeros(0, 4)}
     layers = digest.layer_digests(state)
@@ -277,6 +289,7 @@ def test_what_has_no_digest() -> None:
     _refused(
         Reason.LENGTH_MISMATCH, lambda: digest.positions_digest("w", torch.float32, (3,), one[None], torch.ones(1, 1))
     )
+    _refused(Reason.DTYPE_MISMATCH, lambda: digest.run_digest("w", torch.float16, (3,), 0, torch.ones(1)))
     _refused(Reason.UNSUPPORTED_DTYPE, lambda: digest.state_digest({"w": torch.ones(2, dtype=torch.complex128)}))
     _refused(Reason.UNSUPPORTED_DTYPE, lambda: digest.state_digest({"w": torch.ones(2, device="meta")}))
     _refused(Reason.UNSUPPORTED_DTYPE, lambda: digest.header_digest("w", torch.complex128, (2,)))

@@ -93,9 +93,10 @@ def test_constants() -> None:
         value = getattr(modules[module], constant)
         assert eval(f"[{text}]") == (list(value) if isinstance(value, tuple) else [value]), name
     assert digest.ZERO == "rd1:0000000000000000"
-    for shift, factor in digest.MIX:
-        assert f">> {shift}" in TEXT
-        assert factor == 1 or f"{factor:#018x}" in TEXT
+    steps = [
+        f"*x* ^= *x* >> {shift}" + (f"; *x* *= {factor:#x}" if factor != 1 else "") for shift, factor in digest.MIX
+    ]
+    assert f"mix64(*x*): {'; '.join(steps)}\n" in TEXT
     assert f"key(*i*) = seed + *i* * {digest.GAMMA:#x}" in TEXT
     assert f"at most {spec.MAX_HEADER_BYTES:,} bytes" in TEXT
 

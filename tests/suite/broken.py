@@ -365,6 +365,23 @@ class MovesItsBase(Plain):
             self.write(dict(base), patch)
 
 
+@caught_by("bit_exact", "stateful")
+class MovesItsBaselineWhenItWrites(Plain):
+    """Encodes against what it wrote last beside it, acknowledged or not."""
+
+    def __init__(self) -> None:
+        self.last: dict[Path, State] = {}
+
+    def encode(self, base: Mapping[str, Tensor], target: Mapping[str, Tensor], out: Path) -> None:
+        known = self.last.get(out.parent, base)
+        super().encode(known if _alike(known, base) else base, target, out)
+        self.last[out.parent] = oracle.clone(target)
+
+
+def _alike(a: State, b: State) -> bool:
+    return [(n, t.shape, t.dtype) for n, t in a.items()] == [(n, t.shape, t.dtype) for n, t in b.items()]
+
+
 @caught_by("bit_exact", "large")
 class WrapsPositions(engines.Reference):
     """Positions beyond 2^31 are stored in 32 bits."""
@@ -397,6 +414,19 @@ class AddsValues(Plain):
     def write(self, weights: MutableMapping[str, Tensor], patch: Patch) -> None:
         old = bits(weights[patch.name])[patch.indices]
         super().write(weights, replace(patch, bits=old + patch.bits))
+
+
+@caught_by("bit_exact", "stateful")
+class TakesADeltaOnce(Plain):
+    """Skips a directory that it has applied before, whatever has come since."""
+
+    def __init__(self) -> None:
+        self.taken: set[Path] = set()
+
+    def apply(self, delta: Path, weights: MutableMapping[str, Tensor]) -> None:
+        if delta not in self.taken:
+            super().apply(delta, weights)
+        self.taken.add(delta)
 
 
 @caught_by("idempotent")
