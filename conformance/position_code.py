@@ -46,8 +46,6 @@ class Code:
         first: dict[str, int] = {}
         following = 1
         for name, tensor in state.items():
-            if same and name == same[1]:
-                continue
             while _alike(following):  # it would read the same in every digit, as a constant does
                 following += 1
             first[name] = following

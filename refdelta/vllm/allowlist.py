@@ -48,12 +48,17 @@ def _fields(config: Any, model: nn.Module) -> Iterator[tuple[str, object, bool]]
 
 
 def _expert_fields(model: nn.Module) -> Iterator[tuple[str, object, bool]]:
-    """The kernels of expert layers; what they made of their weights is proved later, for every layer."""
+    """Kernels of expert layers. What each of them made of its weights is proved later, layer by layer."""
     layers = expert_layers(model)
-    unknown = [n for n, module in model.named_modules() if "MoE" in type(module).__name__] if not layers else []
+    others = [name for name, module in model.named_modules() if "MoE" in type(module).__name__]
+    unknown = [name for name in others if not any(_within(name, layer) or _within(layer, name) for layer in layers)]
     yield "moe_layers", len(unknown), not unknown
     for found in sorted({kernel(layer) for layer in layers.values()}):
         yield "moe_kernel", found, found in PROVEN_KERNELS
+
+
+def _within(name: str, module: str) -> bool:
+    return f"{name}.".startswith(f"{module}.")
 
 
 def _model_fields(model_config: Any) -> Iterator[tuple[str, object, bool]]:

@@ -19,10 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+import torch
+
 import refdelta
 from refdelta.families import table_of
-from refdelta.families.common import Table
-from refdelta.layout_map import LayoutMap, TensorInfo
+from refdelta.families.config import dtype_of
+from refdelta.layout_map import LayoutMap
 from refdelta.model_files import ModelFiles
 from refdelta.spec import DeltaError, Reason
 from refdelta.vllm.meta_engine import ENVIRONMENT, Sizes
@@ -192,14 +194,13 @@ class Tracer:
 
 
 def _request(files: ModelFiles, sizes: Sizes, ranks: Sequence[int], architecture: str | None) -> dict[str, object]:
-    table = table_of(files.config, architecture=architecture, tensors=files.tensors)
-    tensors = files.tensors or table.tensors()
+    tensors = files.tensors or table_of(files.config, architecture=architecture).tensors()
     return {
         "config": _served(files.config, architecture),
         "sizes": asdict(sizes),
-        "dtype": _dtype_name(table),
+        "dtype": _name(dtype_of(files.config, files.config.get("text_config") or {})),
         "ranks": list(ranks),
-        "tensors": {name: [list(info.shape), _name(info)] for name, info in tensors.items()},
+        "tensors": {name: [list(info.shape), _name(info.dtype)] for name, info in tensors.items()},
     }
 
 
@@ -210,12 +211,8 @@ def _served(config: Mapping[str, Any], architecture: str | None) -> dict[str, An
     return {**config, "architectures": [architecture]} if architecture else dict(config)
 
 
-def _dtype_name(table: Table) -> str:
-    return str(table.dtype).removeprefix("torch.")
-
-
-def _name(info: TensorInfo) -> str:
-    return str(info.dtype).removeprefix("torch.")
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _environment(python_path: Sequence[Path]) -> dict[str, str]:

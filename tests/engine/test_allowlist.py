@@ -104,3 +104,44 @@ def test_unknown_architectures_and_experts_are_refused() -> None:
     model = Qwen3ForCausalLM()
     model.add_module("experts", FusedMoE())
     assert "moe_layers=1" in refusal(proven(), model)
+
+
+class CPUUnquantizedExperts:
+    """A kernel that was proven, where it packs for vectors."""
+
+    isa = "vec"
+
+
+class FlashInferExperts:
+    """A kernel that was not."""
+
+
+class RoutedExperts(nn.Module):
+    """An expert layer with its kernel."""
+
+    def __init__(self, experts: object) -> None:
+        super().__init__()
+        self.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=experts))
+
+
+def with_experts(*kernels: object) -> nn.Module:
+    model = Qwen3ForCausalLM()
+    for number, experts in enumerate(kernels):
+        model.add_module(f"experts{number}", RoutedExperts(experts))
+    return model
+
+
+def test_experts_are_judged_by_their_kernel() -> None:
+    """A proven kernel passes; another one is named, and so is a proven class that packs otherwise or not at all."""
+    check_engine(proven(), with_experts(CPUUnquantizedExperts(), CPUUnquantizedExperts()))
+    found = refusal(proven(), with_experts(CPUUnquantizedExperts(), FlashInferExperts()))
+    assert found.startswith("moe_kernel=FlashInferExperts: ")
+    other = CPUUnquantizedExperts()
+    other.isa = "neon"
+    assert "moe_kernel=CPUUnquantizedExperts(neon)" in refusal(proven(), with_experts(other))
+    zen = CPUUnquantizedExperts()
+    setattr(zen, "_use_zentorch", True)  # noqa: B010  # vLLM sets it while loading
+    assert "moe_kernel=zentorch" in refusal(proven(), with_experts(zen))
+    model = with_experts(CPUUnquantizedExperts())
+    model.add_module("strange", FusedMoE())
+    assert "moe_layers=1" in refusal(proven(), model)

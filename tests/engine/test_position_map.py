@@ -66,6 +66,8 @@ def test_the_first_axis_is_continued() -> None:
         everywhere(PositionMap.fitted(blocks(2, 8, 3)).repeated(5)), everywhere(PositionMap.fitted(blocks(5, 8, 3)))
     )
     assert PositionMap.fitted(blocks(1, 8, 3)).repeated(1).numel == 24
+    far = PositionMap((torch.tensor([7, 19]), torch.tensor([0, 2])))
+    assert far.repeated(3)(torch.arange(6)).tolist() == [7, 9, 19, 21, 31, 33]
     mixed = torch.arange(2 * 6).view(2, 6) ^ 3  # what lies between the two is not one distance
     mixed[1] = mixed[1].flip(0)
     for positions, count in ((mixed, 3), (blocks(3, 8, 3), 4)):

@@ -13,7 +13,7 @@ from typing import Any
 import layout_table
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from conformance import checkpoints
 from refdelta.families import table_of
@@ -69,7 +69,6 @@ def test_small_engines(tracer: Tracer, name: str) -> None:
         assert lost(engine.rules(rank), layout) == [f"model.layers.{i}.{BIAS}" for i in layers]
 
 
-@settings(max_examples=40)
 @given(engines())
 def test_any_engine(tracer: Tracer, engine: Engine) -> None:
     """Whatever Hypothesis draws, on real vLLM."""
@@ -226,6 +225,21 @@ def test_a_config_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_MOE))
     layout = trace_config(tmp_path, tp_size=2, tp_rank=1, expert_parallel=True)
     assert difference(layout_from_config(QWEN3_MOE, tp_size=2, tp_rank=1, ep_size=2, ep_rank=1), layout) == []
+
+
+def test_a_family_without_rules(tracer: Tracer) -> None:
+    """Where files say what the checkpoint holds, no rules are needed: vLLM's loader alone makes the map."""
+    qwen3 = {**QWEN3, "num_attention_heads": 8}
+    config = {**qwen3, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    sources = layout_from_config(qwen3).sources
+    tensors = {name: info for name, info in sources.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))}
+    together = AcrossRanks()
+    for found in tracer.trace(ModelFiles(config, tensors), Sizes(4)):
+        together.add(found.layout)
+    assert together.ranks == 4
+    assert together.findings() == []
+    with pytest.raises(DeltaError, match="no rules"):
+        list(tracer.trace(ModelFiles(config), Sizes(4)))
 
 
 def test_heads_that_differ_untie(tmp_path: Path, tracer: Tracer) -> None:

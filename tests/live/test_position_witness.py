@@ -8,26 +8,31 @@ every element of every parameter and rank, expert weights through the permutatio
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 from conformance import checkpoints
-from conformance.checkpoints import Checkpoint
+from conformance.checkpoints import Checkpoint, State
 from conformance.live.judge import read_dumps
 from conformance.live.runner import START_TIMEOUT, Host
 from conformance.position_code import Code, Numbers, Reading, read
-from refdelta.layout_map import Box, LayoutMap, TensorInfo, layout_from_config
+from refdelta.families.reasons import OTHER_RANKS
+from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo, layout_from_config
 
 pytestmark = pytest.mark.timeout(600)
 
-MODELS = [pytest.param(model, tp, id=f"{model}-tp{tp}") for model in checkpoints.MODELS for tp in (1, 2)]
+EXPERT_PARALLEL = [("qwen3-moe", 2, True), ("gemma4-moe", 2, True)]
+CASES = [*((model, tp, False) for model in checkpoints.MODELS for tp in (1, 2)), *EXPERT_PARALLEL]
+IDS = [f"{model}-{'ep' if parallel else 'tp'}{tp}" for model, tp, parallel in CASES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,40 +83,82 @@ def rearranged(held: Mapping[str, Numbers], traced: Traced, reading: Reading) ->
     return moved
 
 
-def run(zygote: Host, checkpoint: Checkpoint, code: Code, tp: int, scratch: Path) -> tuple[list[Reading], list[Traced]]:
-    """Load every digit into a fresh engine of its own."""
-    outs = [scratch / f"dump{digit}" for digit in range(code.digits)]
-    jobs = []
-    for out, directory in zip(outs, code.checkpoints(checkpoint.directory, scratch), strict=True):
-        out.mkdir()
-        start = {"checkpoint": str(directory), "tp": tp, "hf_overrides": dict(checkpoint.hf_overrides)}
-        jobs.append({"start": start, "prompts": [], "out": str(out)})
-    zygote.call("forked_truths", timeout=START_TIMEOUT * len(jobs), jobs=jobs, at_once=1, limit_s=START_TIMEOUT)
-    return read([read_dumps(out) for out in outs]), [Traced.read(p) for p in sorted(outs[0].glob("rank*.traced"))]
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """One small model at one size: what was asked, read and traced, by rank."""
+
+    checkpoint: Checkpoint
+    state: State
+    code: Code
+    readings: list[Reading]
+    traced: list[Traced]
+
+    @classmethod
+    def ask(cls, model: str, tp: int, expert_parallel: bool, zygote: Host, scratch: Path) -> Witness:
+        """Load every digit of the code into a fresh engine of its own."""
+        checkpoint = checkpoints.make(model, scratch / "base")
+        state = checkpoints.load(checkpoint.directory)
+        code = Code.of(state, checkpoints.aliases(state, tied=checkpoint.tied))
+        outs = [scratch / f"dump{digit}" for digit in range(code.digits)]
+        start = {
+            "tp": tp,
+            "hf_overrides": dict(checkpoint.hf_overrides),
+            "arguments": {"enable_expert_parallel": expert_parallel},
+        }
+        jobs = []
+        for out, directory in zip(outs, code.checkpoints(checkpoint.directory, scratch), strict=True):
+            out.mkdir()
+            jobs.append({"start": {**start, "checkpoint": str(directory)}, "prompts": [], "out": str(out)})
+        at_once = max(1, (os.cpu_count() or 1) // tp)
+        limits = {"at_once": at_once, "limit_s": START_TIMEOUT}
+        zygote.call("forked_truths", timeout=START_TIMEOUT * len(jobs), jobs=jobs, **limits)
+        traced = [Traced.read(path) for path in sorted(outs[0].glob("rank*.traced"))]
+        return cls(checkpoint, state, code, read([read_dumps(out) for out in outs]), traced)
+
+    def rules(self, rank: int, expert_parallel: bool) -> LayoutMap:
+        """The map of one rank by the rules."""
+        tensors = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self.state.items()}
+        size = len(self.readings)
+        ep_size, ep_rank = (size, rank) if expert_parallel else (1, 0)
+        return layout_from_config(
+            self.checkpoint.config, tp_size=size, tp_rank=rank, ep_size=ep_size, ep_rank=ep_rank, tensors=tensors
+        )
+
+    def difference(self, layout: LayoutMap, rank: int) -> list[str]:
+        """Where the engine's rank holds something else than a map says."""
+        held = numbers_of(layout, self.code)
+        return self.readings[rank].difference(rearranged(held, self.traced[rank], self.readings[rank]), self.code)
 
 
-def by_the_rules(checkpoint: Checkpoint, state: Mapping[str, torch.Tensor], tp: int, rank: int) -> LayoutMap:
-    tensors = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
-    return layout_from_config(checkpoint.config, tp_size=tp, tp_rank=rank, tensors=tensors)
+Ask = Callable[[str, int, bool], Witness]
 
 
-@pytest.mark.parametrize(("model", "tp"), MODELS)
-def test_three_maps_agree(model: str, tp: int, zygote: Host, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ask(zygote: Host, tmp_path_factory: pytest.TempPathFactory) -> Ask:
+    """The witness of a model at a size; asked once."""
+
+    @cache
+    def asked(model: str, tp: int, expert_parallel: bool) -> Witness:
+        return Witness.ask(model, tp, expert_parallel, zygote, tmp_path_factory.mktemp(model))
+
+    return asked
+
+
+@pytest.mark.parametrize(("model", "tp", "expert_parallel"), CASES, ids=IDS)
+def test_three_maps_agree(model: str, tp: int, expert_parallel: bool, ask: Ask) -> None:
     """Every element of every parameter, buffer and rank; and every checkpoint element stands on some rank."""
-    checkpoint = checkpoints.make(model, tmp_path / "base")
-    state = checkpoints.load(checkpoint.directory)
-    code = Code.of(state, checkpoints.aliases(state, tied=checkpoint.tied))
-    readings, traced = run(zygote, checkpoint, code, tp, tmp_path)
-    assert len(readings) == len(traced) == tp
-    for reading, trace in zip(readings, traced, strict=True):
+    witness = ask(model, tp, expert_parallel)
+    assert len(witness.readings) == len(witness.traced) == tp
+    for rank, (reading, trace) in enumerate(zip(witness.readings, witness.traced, strict=True)):
         assert not trace.failed
-        held = numbers_of(trace.layout, code)
-        assert reading.difference(rearranged(held, trace, reading), code) == []
-        rules = numbers_of(by_the_rules(checkpoint, state, tp, reading.rank), code)
-        assert reading.difference(rearranged(rules, trace, reading), code) == []
-        _verdicts_hold(reading, trace, held)
-    everywhere = np.unique(np.concatenate([found for reading in readings for found in reading.numbers.values()]))
-    kept = [code.numbers(name) for name in state if name not in traced[0].layout.dropped]
+        assert witness.difference(trace.layout, rank) == []
+        assert witness.difference(witness.rules(rank, expert_parallel), rank) == []
+        _verdicts_hold(reading, trace, numbers_of(trace.layout, witness.code))
+    everywhere = np.unique(
+        np.concatenate([found for reading in witness.readings for found in reading.numbers.values()])
+    )
+    dropped = {name for name, why in witness.traced[0].layout.dropped.items() if why != OTHER_RANKS}
+    kept = [witness.code.numbers(name) for name in witness.state if name not in dropped]
     assert np.array_equal(everywhere[everywhere > 0], np.unique(np.concatenate(kept)))
 
 
@@ -131,3 +178,77 @@ def _verdicts_hold(reading: Reading, trace: Traced, held: Mapping[str, Numbers])
     assert {verdict: claimed.get(verdict, set()) for verdict in expected} == expected
     assert claimed.get("aliased", set()) <= set(reading.aliases)
     assert "packed" not in claimed
+
+
+# --- maps that are wrong, held against the same engines -------------------------------------------------------------
+
+
+def _renamed(region: Region, names: Mapping[str, str]) -> Region:
+    for old, new in names.items():
+        if old in region.source:
+            return replace(region, source=region.source.replace(old, new))
+    return region
+
+
+def _next_expert(region: Region) -> Region:
+    found = re.search(r"experts\.(\d+)\.", region.source)
+    return _renamed(region, {found[0]: f"experts.{(int(found[1]) + 1) % 6}."}) if found else region
+
+
+def _rows(region: Region) -> Region:
+    """A row slice where the engine takes a column slice, of as many elements."""
+    if not region.source.endswith("o_proj.weight"):
+        return region
+    rows, columns = 48, 128
+    box = Box(rows * columns, (rows, columns), (columns, 1))
+    return replace(region, source_box=box, param_box=replace(box, offset=0))
+
+
+def _one_row_on(region: Region) -> Region:
+    if not region.source.endswith("embed_tokens.weight"):
+        return region
+    rows, columns = region.source_box.shape
+    box = replace(region.param_box, offset=columns, shape=(rows - 1, columns))
+    return replace(region, param_box=box, source_box=replace(region.source_box, shape=box.shape))
+
+
+def _wrong(witness: Witness) -> Iterator[tuple[str, str, LayoutMap]]:
+    """(fault, parameter that must be named, map of rank 1)."""
+    right = witness.rules(1, False)
+
+    def each(change: Callable[[Region], Region]) -> LayoutMap:
+        return replace(right, regions=tuple(change(region) for region in right.regions))
+
+    k_and_v = {"k_proj": "v_proj", "v_proj": "k_proj"}
+    gate_and_up = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    yield "k and v swapped", "qkv_proj", each(lambda r: _renamed(r, k_and_v))
+    yield "gate and up swapped", "gate_up_proj", each(lambda r: _renamed(r, gate_and_up))
+    yield "gate and up of experts swapped", "w13_weight", each(lambda r: _renamed(r, gate_and_up))
+    yield "q_norm and k_norm swapped", "q_norm", each(lambda r: _renamed(r, {"q_norm": "k_norm", "k_norm": "q_norm"}))
+    yield "the next expert", "w2_weight", each(_next_expert)
+    yield "rows for columns", "o_proj", each(_rows)
+    yield "one row on in the vocabulary", "embed_tokens", each(_one_row_on)
+    yield "the first rank's part", "o_proj", witness.rules(0, False)
+    kept = tuple(region for region in right.regions if "post_attention_layernorm" not in region.source)
+    yield "a tensor left out", "post_attention_layernorm", replace(right, regions=kept)
+    known = {name: info for name, info in right.params.items() if "lm_head" not in name}
+    kept = tuple(region for region in right.regions if region.param in known)
+    yield "a parameter left out", "lm_head", replace(right, params=known, regions=kept)
+
+
+def test_wrong_maps_are_seen(ask: Ask) -> None:
+    """Each fault is named with its parameter, by the witness alone."""
+    witness = ask("qwen3-moe", 2, False)
+    for fault, param, layout in _wrong(witness):
+        findings = witness.difference(layout, 1)
+        assert any(param in finding for finding in findings), f"{fault}: {findings}"
+
+
+def test_a_wrong_permutation_is_seen(ask: Ask) -> None:
+    """Experts as loaded, not as packed: what an in-place write that knows the loader alone would do."""
+    witness = ask("qwen3-moe", 2, False)
+    trace, reading = witness.traced[1], witness.readings[1]
+    unpacked = {param: np.sort(places) for param, places in trace.places.items()}
+    held = numbers_of(trace.layout, witness.code)
+    findings = reading.difference(rearranged(held, replace(trace, places=unpacked), reading), witness.code)
+    assert sorted(finding.partition("[")[0] for finding in findings) == sorted(trace.places)
