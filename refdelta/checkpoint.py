@@ -21,7 +21,7 @@ from torch import Tensor
 
 from refdelta.container import Entry, Header, read_header, shown, strict_json
 from refdelta.files import Folder, new_bytes, open_file, read_exactly, read_into
-from refdelta.layout_map import TensorInfo
+from refdelta.regions import TensorInfo
 from refdelta.spec import DELTA_FILE, DTYPES, MAX_HEADER_BYTES, DeltaError, Reason, check_name, check_shape
 
 __all__ = ["INDEX_FILE", "RUN_BYTES", "Checkpoint", "Shard"]

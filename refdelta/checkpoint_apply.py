@@ -21,7 +21,7 @@ from refdelta import bits
 from refdelta.checkpoint import INDEX_FILE, RUN_BYTES, Checkpoint, Shard
 from refdelta.digest import ZERO, add, header_digest, roll_digest, run_digest
 from refdelta.files import new_directory, new_file, open_file, write_file
-from refdelta.layout_map import TensorInfo
+from refdelta.regions import TensorInfo
 from refdelta.spec import Delta, DeltaError, Reason, TensorPatch
 
 __all__ = ["Advance", "StateDigests", "check_fits_checkpoint", "part_in_run", "patch_checkpoint", "write_run"]

@@ -22,7 +22,7 @@ from refdelta.checkpoint_apply import Advance, StateDigests, check_fits_checkpoi
 from refdelta.checkpoint_checks import CHECKS, Check, Run
 from refdelta.digest import ZERO, add
 from refdelta.encode import canonical_payload, check_comparable
-from refdelta.layout_map import TensorInfo
+from refdelta.regions import TensorInfo
 from refdelta.spec import DELTA_FILE, INVARIANTS, METADATA_FILE, Delta, DeltaError, Lineage, TensorPatch
 
 __all__ = ["COMPOSED_OF", "Finding", "Status", "verify"]

@@ -17,7 +17,7 @@ from refdelta import bits
 from refdelta.apply import apply_delta
 from refdelta.digest import ZERO, add, layer_digests, roll_digest
 from refdelta.files import new_directory, write_file, write_hashed
-from refdelta.layout_map import TensorInfo
+from refdelta.regions import TensorInfo
 from refdelta.spec import (
     DELTA_FILE,
     DTYPE_CODES,

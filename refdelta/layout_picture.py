@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from refdelta.layout_map import LayoutMap, Region, extent
+from refdelta.regions import LayoutMap, Region, extent
 from refdelta.spec import DeltaError, Reason
 
 if TYPE_CHECKING:

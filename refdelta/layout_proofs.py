@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refdelta.families.reasons import OTHER_RANKS
-from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo, coverage
+from refdelta.regions import Box, LayoutMap, Region, TensorInfo, coverage
 
 __all__ = ["AcrossRanks", "Difference", "difference", "lost"]
 

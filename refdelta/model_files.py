@@ -10,7 +10,7 @@ from typing import Any
 
 from refdelta import bits
 from refdelta.checkpoint import Checkpoint
-from refdelta.layout_map import TensorInfo
+from refdelta.regions import TensorInfo
 from refdelta.spec import DeltaError, Reason
 
 __all__ = ["ModelFiles"]

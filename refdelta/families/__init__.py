@@ -12,7 +12,7 @@ from refdelta.families.config import Config, as_mapping
 from refdelta.families.gemma4 import gemma4
 from refdelta.families.placing import lay_out
 from refdelta.families.qwen3 import qwen3, qwen3_moe
-from refdelta.layout_map import LayoutMap, TensorInfo
+from refdelta.regions import LayoutMap, TensorInfo
 
 __all__ = ["Ranks", "Table", "lay_out", "layout", "table_of"]
 

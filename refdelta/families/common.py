@@ -13,7 +13,7 @@ from enum import Enum
 
 import torch
 
-from refdelta.layout_map import TensorInfo
+from refdelta.regions import TensorInfo
 from refdelta.spec import DeltaError, Reason
 
 __all__ = [

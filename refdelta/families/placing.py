@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from refdelta.families.common import Ends, Range, Ranks, Row, Table, refuse
 from refdelta.families.reasons import OTHER_RANKS, ROTARY
-from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo
+from refdelta.regions import Box, LayoutMap, Region, TensorInfo
 from refdelta.spec import DeltaError, Reason
 
 __all__ = ["lay_out"]

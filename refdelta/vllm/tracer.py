@@ -21,7 +21,6 @@ from typing import IO, Any, Self
 
 import torch
 
-import refdelta
 from refdelta.families import table_of
 from refdelta.families.config import dtype_of
 from refdelta.layout_map import LayoutMap
@@ -216,7 +215,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _environment(python_path: Sequence[Path]) -> dict[str, str]:
-    package = Path(refdelta.__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parents[2]
     places = [str(package), os.environ.get("PYTHONPATH", ""), *map(str, python_path)]
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, places))}
 

@@ -95,7 +95,9 @@ def _gemma4(config: Mapping[str, Any], state: State, rank: Rank) -> dict[str, Ar
             found |= _attention(state, rank, at, heads, third="k_proj" if equal else "v_proj")
         else:
             found |= {f"{at}self_attn.q_proj.weight": rank.rows(state[f"{at}self_attn.q_proj.weight"])}
-            found |= {f"{at}self_attn.o_proj.weight": rank.columns(state[f"{at}self_attn.o_proj.weight"])}
+            found |= _output(state, rank, at)
+            if f"{at}self_attn.q_proj.bias" in state:
+                found[f"{at}self_attn.q_proj.bias"] = rank.rows(state[f"{at}self_attn.q_proj.bias"])
         found |= _mlp(state, rank, at)
         if config.get("enable_moe_block"):
             found |= _experts(state, rank, at + "experts.", config["num_experts"])
@@ -126,7 +128,11 @@ def _attention(state: State, rank: Rank, at: str, kv_heads: int, third: str) -> 
             q, k, v = (state[f"{at}self_attn.{name}.{kind}"] for name in ("q_proj", "k_proj", third))
             parts = [rank.rows(q), rank.heads(k, kv_heads), rank.heads(v, kv_heads)]
             found[f"{at}self_attn.qkv_proj.{kind}"] = np.concatenate(parts)
-    found[at + "self_attn.o_proj.weight"] = rank.columns(state[at + "self_attn.o_proj.weight"])
+    return found | _output(state, rank, at)
+
+
+def _output(state: State, rank: Rank, at: str) -> dict[str, Array]:
+    found = {at + "self_attn.o_proj.weight": rank.columns(state[at + "self_attn.o_proj.weight"])}
     if at + "self_attn.o_proj.bias" in state:
         found[at + "self_attn.o_proj.bias"] = state[at + "self_attn.o_proj.bias"]
     return found

@@ -138,6 +138,7 @@ SMALL = {
     "qwen3-moe dealt": Engine(QWEN3_MOE, 2, dealt=True),
     "gemma4": Engine(GEMMA4, 2),
     "gemma4 replicated": Engine(GEMMA4, 4),
+    "gemma4 bias": Engine({**GEMMA4, "attention_bias": True}, 2),
     "gemma4 wrapped": Engine(wrapped(GEMMA4, **TOWERS), 2),
     "gemma4-moe": Engine(GEMMA4_MOE, 4),
     "gemma4-moe dealt": Engine(GEMMA4_MOE, 4, dealt=True),

@@ -16,17 +16,20 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("spec",),
     ("bits", "files", "names"),
-    ("container", "state"),
-    ("digest",),
-    ("compose",),
-    ("encode", "apply", "layout_map", "checkpoint", "checkpoint_apply"),
-    ("checkpoint_diff", "checkpoint_checks"),
+    ("container", "state", "regions"),
+    ("digest", "families"),
+    ("composition", "layout_map"),
+    ("encode", "apply", "checkpoint", "checkpoint_apply"),
+    ("checkpoint_diff", "checkpoint_checks", "model_files", "layout_proofs", "layout_picture"),
     ("checkpoint_verify",),
     ("store", "telemetry", "trainer", "vllm"),
     ("gate", "cli", "__init__"),
 )
 LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}
-CORE = ("spec", "bits", "files", "names", "container", "state", "digest", "compose", "encode", "apply", "layout_map")
+CORE = (
+    *("spec", "bits", "files", "names", "container", "state", "digest", "composition", "encode", "apply"),
+    *("regions", "families", "layout_map"),
+)
 CORE_NEEDS = frozenset({"torch", "numpy", "safetensors"})
 # The suite's only ways into refdelta: the reference engine, and the encoder that feeds live engines.
 ADAPTERS = {"conformance/engines.py", "conformance/live/encoder.py"}

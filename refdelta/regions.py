@@ -1,0 +1,460 @@
+"""From checkpoint coordinates to an engine's runtime coordinates, box by box.
+
+A checkpoint tensor reaches a serving engine cut up: q, k and v stacked in one parameter, rows or columns sliced
+over tensor-parallel ranks, vocabulary rows padded. A `LayoutMap` states that for one rank as a list of `Region`:
+each pairs one box of a checkpoint tensor with one strided box of a runtime parameter. Everything else follows from
+the regions: where a changed element goes (`LayoutMap.route`) and whether the map is whole (`LayoutMap.check`).
+
+All positions are flat row-major element numbers, in the checkpoint tensor's shape on one side and in the
+parameter's logical shape on the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+
+import torch
+from torch import Tensor
+
+from refdelta import bits
+from refdelta.spec import DeltaError, Reason, TensorPatch
+
+__all__ = [
+    "Box",
+    "LayoutMap",
+    "LayoutReport",
+    "Region",
+    "RoutedPatch",
+    "TensorInfo",
+    "coverage",
+    "extent",
+    "uncovered_elements",
+]
+
+JSON_FORMAT = "refdelta_layout"
+JSON_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Shape and dtype of a tensor that the map speaks about."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for shape ``()``."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A strided box of elements of one tensor: the positions ``offset + sum(i_k * strides[k])``, 0 <= i_k < shape[k].
+
+    Strides are positive and count elements of the flat row-major tensor.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or len(self.shape) != len(self.strides):
+            raise DeltaError(Reason.BAD_SHAPE, f"not a box: {self!r}")
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            if size < 0 or (stride <= 0 and size > 1):
+                raise DeltaError(Reason.BAD_SHAPE, f"a box needs sizes >= 0 and strides > 0: {self!r}")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in the box."""
+        return math.prod(self.shape)
+
+    @property
+    def last(self) -> int:
+        """The highest position in a non-empty box."""
+        return self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The box of a contiguous tensor, as a view of the same storage."""
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One box of a checkpoint tensor and the strided box of a runtime parameter that holds it.
+
+    Element ``i`` of the box stands at ``source_box.offset + sum(i_k * source_box.strides[k])`` in the checkpoint tensor
+    and at the same sum over ``param_box`` in the parameter; both boxes have the same shape.
+    """
+
+    source: str
+    source_box: Box
+    param: str
+    param_box: Box
+
+    def __post_init__(self) -> None:
+        if self.source_box.shape != self.param_box.shape:
+            raise DeltaError(
+                Reason.SHAPE_MISMATCH,
+                f"region into {self.param}: source box {self.source_box.shape}, parameter box {self.param_box.shape}",
+                self.source,
+            )
+
+    @property
+    def numel(self) -> int:
+        """Number of elements that the region maps."""
+        return self.source_box.numel
+
+    def translate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of ``indices`` (I64, positions in the checkpoint tensor) lie in the box, and where they go.
+
+        Returns the I64 selection into ``indices`` and, for each selected one, its I64 position in the parameter.
+        """
+        rest = indices - self.source_box.offset
+        inside = rest >= 0
+        target = torch.full_like(rest, self.param_box.offset)
+        for size, source_stride, param_stride in self._axes():
+            step = torch.div(rest, source_stride, rounding_mode="floor")
+            inside &= step < size
+            rest = rest - step * source_stride
+            target += step * param_stride
+        inside &= rest == 0
+        chosen = inside.nonzero().flatten()
+        return chosen, target[chosen]
+
+    def _axes(self) -> list[tuple[int, int, int]]:
+        """Axes of more than one element, outermost (largest checkpoint stride) first."""
+        axes = zip(self.source_box.shape, self.source_box.strides, self.param_box.strides, strict=True)
+        return sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[1])
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedPatch:
+    """Where a patch's elements go in one runtime parameter: I64 positions in its logical shape, and their values."""
+
+    param: str
+    indices: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutReport:
+    """What `LayoutMap.check` found. `ok` when nothing is unmapped, uncovered or doubly covered."""
+
+    unmapped: tuple[str, ...]
+    """Checkpoint tensors without a region, not an alias and not declared dropped."""
+    uncovered: Mapping[str, int]
+    """Parameter -> number of its elements that no region and no padding box covers."""
+    overlapping: tuple[tuple[str, str, str], ...]
+    """(parameter, source, source) whose regions share an element; padding appears as ``<padding>``."""
+    out_of_bounds: tuple[tuple[str, str], ...]
+    """(source, parameter) of regions that leave either tensor."""
+    dtype_differs: tuple[tuple[str, str], ...]
+    """(source, parameter) whose dtypes differ, so that loading converts instead of copying bits."""
+    padding: Mapping[str, int]
+    """Parameter -> number of padding elements."""
+    dropped: Mapping[str, str]
+    """Checkpoint tensor -> the declared reason why the engine does not hold it."""
+    mapped_elements: int
+    """Elements of runtime parameters that regions cover."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every source is accounted for and every parameter is covered exactly once."""
+        return not (self.unmapped or self.uncovered or self.overlapping or self.out_of_bounds or self.dtype_differs)
+
+    def findings(self) -> list[str]:
+        """One sentence per fault; empty when `ok`."""
+        return [
+            *(f"checkpoint tensor {name} reaches no parameter" for name in self.unmapped),
+            *(f"parameter {name}: {count} elements are covered by nothing" for name, count in self.uncovered.items()),
+            *(f"parameter {name}: {a} and {b} write the same elements" for name, a, b in self.overlapping),
+            *(f"the region of {source} leaves {source} or {param}" for source, param in self.out_of_bounds),
+            *(f"{source} and {param} have different dtypes" for source, param in self.dtype_differs),
+        ]
+
+
+@dataclass(frozen=True)
+class LayoutMap:
+    """The layout of one rank: which box of which checkpoint tensor stands where in which runtime parameter."""
+
+    sources: Mapping[str, TensorInfo]
+    """Every checkpoint tensor, with its shape and dtype."""
+    params: Mapping[str, TensorInfo]
+    """Every runtime parameter and loadable buffer of this rank. Aliases appear under their first name only."""
+    regions: tuple[Region, ...]
+    padding: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
+    """Parameter -> boxes that the loader fills with zeros."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Name -> the checkpoint tensor whose parameter it shares (tied embeddings). The name may be a tensor of the
+    checkpoint files, or one that only the trainer has because the files hold the tied tensor once."""
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    """Checkpoint tensor -> why this engine does not hold it."""
+
+    def __post_init__(self) -> None:
+        by_source: dict[str, list[Region]] = {}
+        for region in self.regions:
+            if region.source not in self.sources or region.param not in self.params:
+                raise DeltaError(Reason.UNMAPPED, f"region into unknown tensor {region.param!r}", region.source)
+            by_source.setdefault(region.source, []).append(region)
+        object.__setattr__(self, "_by_source", by_source)
+
+    def regions_of(self, source: str) -> Sequence[Region]:
+        """The regions of one checkpoint tensor, in the order in which the loader wrote them."""
+        by_source: dict[str, list[Region]] = self.__dict__["_by_source"]
+        return by_source.get(source, [])
+
+    def route(self, patch: TensorPatch) -> list[RoutedPatch]:
+        """Carry a patch from checkpoint to parameter coordinates, in O(changed).
+
+        Elements that this rank does not hold (another rank's shard, a dropped tensor) are left out. An element may go
+        to several places (one checkpoint k into K and V). Raises `DeltaError`: ``unknown_tensor`` for a name that the
+        checkpoint does not have, ``shape_mismatch``, ``dtype_mismatch``, ``unmapped`` where no rule accounts for the
+        tensor.
+        """
+        info = self.sources.get(patch.name) or self.sources.get(self.aliases.get(patch.name, ""))
+        if info is None:
+            raise DeltaError(Reason.UNKNOWN_TENSOR, "the checkpoint has no tensor of this name", patch.name)
+        if tuple(patch.shape) != info.shape:
+            raise DeltaError(
+                Reason.SHAPE_MISMATCH, f"expected {list(info.shape)}, found {list(patch.shape)}", patch.name
+            )
+        if patch.values.dtype != info.dtype:
+            raise DeltaError(Reason.DTYPE_MISMATCH, f"expected {info.dtype}, found {patch.values.dtype}", patch.name)
+        regions = self.regions_of(patch.name)
+        if not regions and patch.name not in self.dropped and patch.name not in self.aliases:
+            raise DeltaError(Reason.UNMAPPED, "the layout map has no region for this tensor", patch.name)
+        return list(_routed(patch, regions))
+
+    def check_aliases(self, patches: Sequence[TensorPatch]) -> None:
+        """Refuse (``alias_conflict``) patches after which tied names would no longer hold equal bits.
+
+        A tied name that the checkpoint files hold must be patched exactly as its partner; one that they do not hold
+        may be left out, but not changed alone.
+        """
+        named = {patch.name: patch for patch in patches}
+        for alias, canonical in self.aliases.items():
+            tied, partner = named.get(alias), named.get(canonical)
+            if tied is None and (partner is None or alias not in self.sources):
+                continue
+            if tied is None or partner is None or not _same_change(tied, partner):
+                raise DeltaError(
+                    Reason.ALIAS_CONFLICT,
+                    f"{alias} and {canonical} share one parameter; expected the same change to both, "
+                    f"found {_count(tied)} and {_count(partner)} changed elements",
+                    alias if tied is not None else canonical,
+                )
+
+    def check(self) -> LayoutReport:
+        """Prove coverage by exact box arithmetic; see `LayoutReport`."""
+        uncovered: dict[str, int] = {}
+        overlapping: list[tuple[str, str, str]] = []
+        by_param: dict[str, list[tuple[str, Box]]] = {name: [] for name in self.params}
+        for region in self.regions:
+            by_param[region.param].append((region.source, region.param_box))
+        for name, boxes in self.padding.items():
+            by_param[name] += [("<padding>", box) for box in boxes]
+        for name, owners in by_param.items():
+            missing, clashes = coverage(self.params[name], owners)
+            overlapping += [(name, a, b) for a, b in clashes]
+            if missing:
+                uncovered[name] = missing
+        mapped = {region.source for region in self.regions}
+        accounted = mapped | set(self.dropped) | set(self.aliases)
+        return LayoutReport(
+            unmapped=tuple(name for name in self.sources if name not in accounted),
+            uncovered=uncovered,
+            overlapping=tuple(overlapping),
+            out_of_bounds=tuple(self._out_of_bounds()),
+            dtype_differs=tuple(self._dtype_differs()),
+            padding={name: sum(box.numel for box in boxes) for name, boxes in self.padding.items()},
+            dropped=dict(self.dropped),
+            mapped_elements=sum(region.numel for region in self.regions),
+        )
+
+    def _out_of_bounds(self) -> Iterator[tuple[str, str]]:
+        for region in self.regions:
+            sides = (region.source_box, self.sources[region.source]), (region.param_box, self.params[region.param])
+            if region.numel and any(box.last >= info.numel for box, info in sides):
+                yield region.source, region.param
+
+    def _dtype_differs(self) -> Iterator[tuple[str, str]]:
+        for region in self.regions:
+            if self.sources[region.source].dtype != self.params[region.param].dtype:
+                yield region.source, region.param
+
+    def to_json(self) -> str:
+        """The map as JSON text; `from_json` gives an equal map back."""
+        return json.dumps(
+            {
+                "format": JSON_FORMAT,
+                "version": JSON_VERSION,
+                "sources": {name: _info_json(info) for name, info in self.sources.items()},
+                "params": {name: _info_json(info) for name, info in self.params.items()},
+                "regions": [[r.source, _box_json(r.source_box), r.param, _box_json(r.param_box)] for r in self.regions],
+                "padding": {name: [_box_json(box) for box in boxes] for name, boxes in self.padding.items()},
+                "aliases": dict(self.aliases),
+                "dropped": dict(self.dropped),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> LayoutMap:
+        """Read what `to_json` wrote. Raises `DeltaError` (``bad_metadata``) on anything else."""
+        try:
+            raw = json.loads(text)
+            if (raw["format"], raw["version"]) != (JSON_FORMAT, JSON_VERSION):
+                raise ValueError(f"not {JSON_FORMAT} version {JSON_VERSION}")
+            return cls(
+                sources={name: _info(value) for name, value in raw["sources"].items()},
+                params={name: _info(value) for name, value in raw["params"].items()},
+                regions=tuple(Region(s, _box(sb), p, _box(pb)) for s, sb, p, pb in raw["regions"]),
+                padding={name: tuple(_box(box) for box in boxes) for name, boxes in raw["padding"].items()},
+                aliases=dict(raw["aliases"]),
+                dropped=dict(raw["dropped"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, DeltaError):
+                raise
+            raise DeltaError(Reason.BAD_METADATA, f"not a layout map: {error!r}") from error
+
+
+def _count(patch: TensorPatch | None) -> int:
+    return 0 if patch is None else patch.indices.numel()
+
+
+def _same_change(a: TensorPatch, b: TensorPatch) -> bool:
+    return (
+        a.values.dtype == b.values.dtype
+        and a.indices.numel() == b.indices.numel()
+        and torch.equal(a.indices.to(torch.int64), b.indices.to(torch.int64))
+        and bits.equal(a.values, b.values)
+    )
+
+
+def _routed(patch: TensorPatch, regions: Sequence[Region]) -> Iterator[RoutedPatch]:
+    indices = patch.indices.to(torch.int64)
+    for region in regions:
+        if not region.numel or not indices.numel():
+            continue
+        # Positions are sorted, so a region costs what lies within its span, not the whole patch.
+        span = torch.tensor([region.source_box.offset, region.source_box.last + 1], device=indices.device)
+        low, high = (int(i) for i in torch.searchsorted(indices, span))
+        chosen, target = region.translate(indices[low:high])
+        if chosen.numel():
+            yield RoutedPatch(region.param, target, patch.values[low:high][chosen])
+
+
+# --- exact coverage -------------------------------------------------------------------------------------------------
+
+Extent = tuple[tuple[int, int], ...]  # per axis of the tensor: first, one past the last
+
+
+def coverage(info: TensorInfo, owners: Sequence[tuple[str, Box]]) -> tuple[int, list[tuple[str, str]]]:
+    """How boxes cover a tensor, exactly: (elements that no box covers, pairs of owners whose boxes share an element).
+
+    Boxes that leave the tensor count as absent.
+    """
+    inside = [(owner, box) for owner, box in owners if box.numel and box.last < info.numel]
+    extents = [(owner, extent(box, info.shape)) for owner, box in inside]
+    known = [(owner, extent) for owner, extent in extents if extent is not None]
+    if len(known) < len(extents):
+        return _cover_by_counting(info, inside)
+    clashes = _clashes(known)
+    if clashes:
+        return info.numel - _union([extent for _, extent in known]), clashes
+    return info.numel - sum(box.numel for _, box in inside), []
+
+
+def uncovered_elements(info: TensorInfo, boxes: Sequence[Box]) -> int:
+    """Number of elements of a tensor that none of ``boxes`` holds, exactly."""
+    return coverage(info, [("", box) for box in boxes])[0]
+
+
+def extent(box: Box, shape: tuple[int, ...]) -> Extent | None:
+    """The box as per-axis ranges of ``shape``, or None where it is not aligned with the axes."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    starts, rest = [], box.offset
+    for stride in strides:
+        starts.append(rest // stride)
+        rest %= stride
+    sizes = [1] * len(shape)
+    for size, stride in zip(box.shape, box.strides, strict=True):
+        axes = [a for a, s in enumerate(strides) if s == stride and shape[a] > 1 and sizes[a] == 1]
+        if size == 1:
+            continue
+        if not axes:
+            return None
+        sizes[axes[0]] = size
+    if any(start + size > n for start, size, n in zip(starts, sizes, shape, strict=True)):
+        return None
+    return tuple((start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def _clashes(extents: Sequence[tuple[str, Extent]]) -> list[tuple[str, str]]:
+    if not extents or not extents[0][1]:
+        return [(a, b) for (a, _), (b, _) in combinations(extents, 2)]
+    ordered = sorted(extents, key=lambda item: item[1][0])
+    found: list[tuple[str, str]] = []
+    for position, (owner, extent) in enumerate(ordered):
+        for other, other_extent in ordered[position + 1 :]:
+            if other_extent[0][0] >= extent[0][1]:
+                break  # sorted by the first axis: nothing later can reach back
+            if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(extent, other_extent, strict=True)):
+                found.append((owner, other))
+    return found
+
+
+def _union(extents: Sequence[Extent]) -> int:
+    """Number of elements in any of the ranges, axis by axis between neighbouring edges."""
+    if not extents or not extents[0]:
+        return len(extents[:1])
+    edges = sorted({edge for extent in extents for edge in extent[0]})
+    return sum(
+        (b - a) * _union([extent[1:] for extent in extents if extent[0][0] <= a and b <= extent[0][1]])
+        for a, b in pairwise(edges)
+    )
+
+
+def _cover_by_counting(info: TensorInfo, owners: Sequence[tuple[str, Box]]) -> tuple[int, list[tuple[str, str]]]:
+    """The slow exact answer, for boxes that do not follow the axes: mark every element."""
+    owner_of = torch.full((max(info.numel, 1),), -1, dtype=torch.int32)
+    clashes: dict[tuple[str, str], None] = {}
+    for number, (owner, box) in enumerate(owners):
+        view = box.view(owner_of)
+        for earlier in view[view >= 0].unique().tolist():
+            clashes[owners[earlier][0], owner] = None
+        view.fill_(number)
+    return int((owner_of[: info.numel] < 0).sum()), list(clashes)
+
+
+# --- JSON -----------------------------------------------------------------------------------------------------------
+
+
+def _info_json(info: TensorInfo) -> list[object]:
+    return [list(info.shape), str(info.dtype).removeprefix("torch.")]
+
+
+def _info(value: Sequence[object]) -> TensorInfo:
+    shape, dtype = value
+    found = getattr(torch, str(dtype), None)
+    if not isinstance(found, torch.dtype) or not isinstance(shape, list):
+        raise ValueError(f"not a shape and dtype: {value!r}")
+    return TensorInfo(tuple(int(n) for n in shape), found)
+
+
+def _box_json(box: Box) -> list[object]:
+    return [box.offset, list(box.shape), list(box.strides)]
+
+
+def _box(value: Sequence[object]) -> Box:
+    offset, shape, strides = value
+    if not (isinstance(offset, int) and isinstance(shape, list) and isinstance(strides, list)):
+        raise ValueError(f"not a box: {value!r}")
+    return Box(offset, tuple(int(n) for n in shape), tuple(int(s) for s in strides))
