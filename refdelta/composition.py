@@ -97,7 +97,7 @@ def _merge(name: str, patches: Sequence[TensorPatch], pick: Callable[[str, Tenso
 def _later_wins(_: str, indices: Tensor) -> Tensor:
     """[n] bool: the last of each run of equal positions."""
     last = torch.ones_like(indices, dtype=torch.bool)
-    torch.ne(indices[1:], indices[:-1], out=last[:-1])
+    last[:-1] = indices[1:] != indices[:-1]
     return last
 
 

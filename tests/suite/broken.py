@@ -687,7 +687,7 @@ class EarlierWins(Plain):
         return {**later, **earlier}
 
 
-@caught_by("composes", "vectors")
+@caught_by("refuses", "vectors")
 class ComposesAcrossAGap(Plain):
     """Composes deltas that do not follow each other."""
 
