@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-
 DROPPED = "model.layers.1.self_attn.k_norm.weight"
 
-_load_weights = Qwen3ForCausalLM.load_weights
+
+def _drop() -> None:
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    load_weights = Qwen3ForCausalLM.load_weights
+
+    def without(self: Any, weights: Iterable[tuple[str, Any]]) -> Any:
+        return load_weights(self, ((name, tensor) for name, tensor in weights if name != DROPPED)) | {DROPPED}
+
+    Qwen3ForCausalLM.load_weights = without
 
 
-def _without(self: Any, weights: Iterable[tuple[str, Any]]) -> Any:
-    return _load_weights(self, ((name, tensor) for name, tensor in weights if name != DROPPED)) | {DROPPED}
-
-
-Qwen3ForCausalLM.load_weights = _without
+_drop()

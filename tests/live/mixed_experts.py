@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-_process = CPUUnquantizedExperts.process_weights_after_loading
+def _mix() -> None:
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    process = CPUUnquantizedExperts.process_weights_after_loading
+
+    def process_and_scale(self: Any, layer: Any) -> None:
+        process(self, layer)
+        layer.w2_weight.data.mul_(0.5)
+
+    CPUUnquantizedExperts.process_weights_after_loading = process_and_scale
 
 
-def _process_and_scale(self: Any, layer: Any) -> None:
-    _process(self, layer)
-    layer.w2_weight.data.mul_(0.5)
-
-
-CPUUnquantizedExperts.process_weights_after_loading = _process_and_scale
+_mix()
