@@ -433,9 +433,9 @@ class Delta:
             seen.add(patch.name)
         check_extra(self.extra)
         least = sum(patch.numel for patch in self.patches)
-        if not is_int(self.total_elements) or self.total_elements < least:
-            found = _brief(self.total_elements)
-            raise DeltaError(Reason.COUNT_MISMATCH, f"total_elements: expected an integer >= {least}, found {found}")
+        if not is_int(self.total_elements) or not least <= self.total_elements <= MAX_ELEMENTS:
+            expected, found = f"an integer from {least} to 2^63 - 1", _brief(self.total_elements)
+            raise DeltaError(Reason.COUNT_MISMATCH, f"total_elements: expected {expected}, found {found}")
 
     @property
     def changed_elements(self) -> int:

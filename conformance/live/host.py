@@ -7,6 +7,7 @@ truth, so that a freshly started engine costs no import.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -36,8 +37,8 @@ class Server:
             channel.flush()
 
     def _answer(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        method: Callable[..., Any] = getattr(self, command, None) or getattr(self.engine, command)
         try:
+            method: Callable[..., Any] = getattr(self, command, None) or getattr(self.engine, command)
             return {"ok": method(**arguments)}
         except BaseException as error:
             traceback.print_exc()
@@ -94,8 +95,15 @@ def _fork(job: dict[str, Any]) -> int:
     child = os.fork()
     if child == 0:
         os.setsid()
+        _die_with_parent()
         os._exit(_in_fork(Engine(worker_start="fork"), job))  # no shutdown: the group is killed
     return child
+
+
+def _die_with_parent() -> None:
+    """A killed zygote takes its children with it, although they lead groups of their own."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _in_fork(engine: Engine, job: dict[str, Any]) -> int:

@@ -7,6 +7,7 @@ answer `LLM.collective_rpc`; they only read.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -20,15 +21,24 @@ from safetensors.torch import load_file, save_file
 UNPACK = "CONFORMANCE_UNPACK"
 """Environment: "1" keeps CPU weights unpacked with the suite's own switch (truth engines; backends without one)."""
 PLUGINS = "CONFORMANCE_PLUGINS"
-"""Environment: comma-separated modules that every process of the engine imports."""
+"""Environment: what every process of the engine loads, separated by commas; see `load`."""
 
 
+@functools.cache
 def prepare_process() -> None:
-    """Apply what the environment asks for; the front end and every worker call it before an engine is built."""
+    """Apply what the environment asks for, once in each process, before an engine is built."""
     if os.environ.get(UNPACK) == "1":
         keep_weights_unpacked()
-    for module in filter(None, os.environ.get(PLUGINS, "").split(",")):
-        importlib.import_module(module)
+    for plugin in filter(None, os.environ.get(PLUGINS, "").split(",")):
+        load(plugin)
+
+
+def load(plugin: str) -> None:
+    """Load a plugin: ``MODULE`` is imported, of ``MODULE:FUNCTION`` the function is called too."""
+    module, _, function = plugin.partition(":")
+    found = importlib.import_module(module)
+    if function:
+        getattr(found, function)()
 
 
 def keep_weights_unpacked() -> None:

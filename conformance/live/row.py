@@ -34,7 +34,7 @@ class Backend:
     plugins: str = "refdelta"
     """``VLLM_PLUGINS`` of its engines."""
     modules: tuple[str, ...] = ()
-    """Modules that every process of its engines imports before the backend is created."""
+    """What every process of its engines loads (`probe.load`) before the backend is created."""
     ours: bool = True
     """refdelta's own: it encodes its deltas, states reasons, and keeps CPU weights unpacked by itself."""
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -41,8 +41,8 @@ class HostDied(Exception):
     """The host process ended, or did not answer in time and was killed."""
 
 
-def environment(*, plugins: str, modules: tuple[str, ...] = (), unpack: bool = False) -> dict[str, str]:
-    """The environment of a host: ``VLLM_PLUGINS``, the modules that every process imports, the suite's CPU switch."""
+def environment(*, plugins: str, modules: Sequence[str] = (), unpack: bool = False) -> dict[str, str]:
+    """The environment of a host: ``VLLM_PLUGINS``, what every process loads (`probe.load`), the suite's CPU switch."""
     return {
         **os.environ,
         **_ENVIRONMENT,

@@ -64,7 +64,9 @@ class Truths:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._known: OrderedDict[tuple[str, int, str], Truth] = OrderedDict()
-        self._zygote: Host | None = None
+        # It imports vLLM from now on, while the engine under test starts.
+        self._zygote = Host(environment(plugins="", unpack=True), root / "zygote.log")
+        self._warm = False
         self.asked = 0
         """How many engines were started."""
 
@@ -74,9 +76,7 @@ class Truths:
         missing = {key: checkpoint for key, checkpoint in zip(keys, wanted, strict=True) if key not in self._known}
         jobs = {key: self._job(checkpoint, tp) for key, checkpoint in missing.items()}
         if jobs:
-            at_once = max(1, (os.cpu_count() or 1) // tp)
-            limits = {"at_once": at_once, "limit_s": START_TIMEOUT}
-            self._warm().call("forked_truths", timeout=START_TIMEOUT * len(jobs), jobs=list(jobs.values()), **limits)
+            self._fork(list(jobs.values()), tp)
         self._known.update((key, Truth(Path(job["out"]))) for key, job in jobs.items())
         found = [self._known[key] for key in keys]
         for key in keys:
@@ -93,14 +93,15 @@ class Truths:
 
     def close(self) -> None:
         """End the zygote."""
-        if self._zygote is not None:
-            self._zygote.kill()
+        self._zygote.kill()
 
-    def _warm(self) -> Host:
-        if self._zygote is None:
-            self._zygote = Host(environment(plugins="", unpack=True), self._root / "zygote.log")
+    def _fork(self, jobs: list[dict[str, Any]], tp: int) -> None:
+        if not self._warm:
             self._zygote.call("warm", timeout=START_TIMEOUT)
-        return self._zygote
+            self._warm = True
+        at_once = max(1, (os.cpu_count() or 1) // tp)
+        timeout = START_TIMEOUT * len(jobs)
+        self._zygote.call("forked_truths", timeout=timeout, jobs=jobs, at_once=at_once, limit_s=START_TIMEOUT)
 
     @staticmethod
     def _key(checkpoint: Checkpoint, tp: int) -> tuple[str, int, str]:
