@@ -73,7 +73,7 @@ class Result:
     slowest_rank: float = 0.0
     """Seconds to build and trace the slowest rank."""
     peak_mib: float = 0.0
-    """Of the tracing process so far."""
+    """Of the tracing process."""
     refused: str | None = None
     """Why there is no such engine, where rules and vLLM agree on that."""
     findings: tuple[str, ...] = ()

@@ -43,7 +43,7 @@ class Traced:
     seconds: float
     """To build the model and trace its loader."""
     peak_mib: float
-    """The process's highest memory so far, in MiB."""
+    """The process's highest memory since the request began, in MiB (Linux)."""
 
 
 def trace_config(

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from refdelta import bits
 from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo
+from refdelta.spec import TensorPatch
 from refdelta.vllm.attest import attest
 from refdelta.vllm.forked import ChildFailed, in_child
 from refdelta.vllm.position_map import PositionMap
 from refdelta.vllm.postload import NotAPermutation, Verdict, permutations, verdicts
+from refdelta.vllm.session import Target
 from tests.engine.test_position_map import blocks
 
 BF16 = torch.bfloat16
@@ -135,6 +137,18 @@ def test_a_step_that_ends_its_process_ends_a_copy(step: Callable[..., object], w
         in_child(step if step is not time.sleep else lambda: time.sleep(60), limit_s=0.5 if why == "no end" else 30)
 
 
+def test_a_pool_of_threads_in_this_process_does_not_hang_the_copy() -> None:
+    """The threads do not survive the fork; a worker has them by then."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        big = torch.randn(1500, 1500)
+        wanted = big @ big
+        assert torch.allclose(in_child(lambda: [big @ big], limit_s=60)[0], wanted, atol=1e-2)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_nothing_of_the_step_reaches_this_process() -> None:
     """Only its result does."""
     here = torch.zeros(3)
@@ -245,3 +259,22 @@ def test_verdicts() -> None:
     identity: dict[str, PositionMap | str] = {"plain": PositionMap.fitted(torch.arange(12).view(4, 3))}
     attestation = attest(dict(model.named_parameters()), layout(), CHECKPOINT, identity)
     assert verdicts(model, layout(), attestation, identity, packed=())["plain"].verdict is Verdict.PLAIN
+
+
+def test_routing_through_places_equals_laying_out_and_packing() -> None:
+    """A patch written at routed positions, against the changed tensor packed whole; O(changed) positions."""
+    model = Model(packed(CHECKPOINT), CHECKPOINT["p"].clone())
+    attestation = attest(dict(model.named_parameters()), layout(), CHECKPOINT, {"experts": PLACES})
+    target = Target(layout(), attestation, {}, {"experts": PLACES})
+    after = dict(CHECKPOINT)
+    after["e1"] = CHECKPOINT["e1"].clone()
+    indices = torch.tensor([0, 4, 7, 14], dtype=torch.int32)
+    values = words(9, (4,))
+    after["e1"].view(-1)[indices.long()] = values
+    held = packed(CHECKPOINT)
+    (piece,) = target.route(TensorPatch("e1", (3, 5), indices, values))
+    assert piece.param == "experts"
+    bits.scatter_(held, piece.indices, piece.values)
+    assert bits.equal(held, packed(after))
+    (plain,) = target.route(TensorPatch("p", (4, 3), indices[:2], values[:2]))
+    assert plain.indices.tolist() == [0, 4]

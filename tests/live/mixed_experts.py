@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def _scale() -> None:
+def _mix() -> None:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     process = CPUUnquantizedExperts.process_weights_after_loading
@@ -17,4 +17,4 @@ def _scale() -> None:
     CPUUnquantizedExperts.process_weights_after_loading = process_and_scale
 
 
-_scale()
+_mix()
