@@ -78,7 +78,7 @@ def with_state(base: Path, state: Mapping[str, torch.Tensor], out: Path) -> Path
 
     A tensor that ``base`` lacks (an lm_head added to a tied model) goes into the last shard.
     """
-    shutil.copytree(base, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(base, out, ignore=shutil.ignore_patterns("*.safetensors", "*.bin", "*.pth", "*.gguf", ".git"))
     homes = {name: shard.name for shard in sorted(base.glob("*.safetensors")) for name in _names(shard)}
     last = max(homes.values())
     for shard in sorted(set(homes.values())):

@@ -41,7 +41,10 @@ def _hypothesis_profiles() -> None:
     quick = [Phase.explicit, Phase.generate]
     settings.register_profile("quick", common, derandomize=True, database=None, max_examples=60, phases=quick)
     database = DirectoryBasedExampleDatabase(Path(home) / "examples")
-    settings.register_profile("nightly", common, database=database, max_examples=1000, print_blob=True)
+    # Hypothesis's own profile for CI derandomises; nights are for new examples, there too.
+    settings.register_profile(
+        "nightly", common, derandomize=False, database=database, max_examples=1000, print_blob=True
+    )
     settings.load_profile("ci")
 
 

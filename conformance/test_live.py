@@ -6,7 +6,7 @@ that the last one left. What a state should be is asked of a freshly started eng
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -199,28 +199,34 @@ def test_malformed_second(live: Row) -> None:
 def test_unknown_name(live: Row) -> None:
     """Names that the checkpoint lacks, among them some that vLLM's own loader passes over in silence."""
     patches = live.patches(changes.one_element(live.current, 0, live.aliases))
-    good = next(patch for patch in patches if patch.name.endswith("norm.weight"))
-    q_proj = next(name for name in live.base if name.endswith("self_attn.q_proj.weight"))
-    stem = q_proj.removesuffix("q_proj.weight")
+    good = next(patch for patch in patches if len(patch.shape) == 1)
+    matrix = _matrix(patches)
+    module = matrix.name.removesuffix(".weight")
+    parent = module.rpartition(".")[0]
     for name in (
-        f"{stem}z_proj.weight",
-        f"{stem}q_proj.bias",
-        f"{stem}rotary_emb.inv_freq",
-        f"{stem}q_proj.weight_scale",
+        f"{parent}.z_proj.weight",
+        f"{module}.bias",
+        f"{parent}.rotary_emb.inv_freq",
+        f"{module}.weight_scale",
     ):
-        stranger = oracle.delta_patch(name, live.base[q_proj], [0], live.base[q_proj].reshape(-1)[:1])
-        live.refuses_delta(live.draft([good, stranger]), "unknown_tensor", "unmapped")
+        live.refuses_delta(live.draft([good, replace(matrix, name=name)]), "unknown_tensor", "unmapped")
     live.good_delta_succeeds()
+
+
+def _matrix(patches: Sequence[oracle.Patch]) -> oracle.Patch:
+    """A q_proj where there is one, else any matrix that is not square."""
+    matrices = [patch for patch in patches if len(patch.shape) == 2 and len(set(patch.shape)) == 2]
+    return next((patch for patch in matrices if patch.name.endswith("self_attn.q_proj.weight")), matrices[-1])
 
 
 @pytest.mark.check("wrong_shape")
 def test_wrong_shape(live: Row) -> None:
     """A transposed tensor, a flattened one, one with a row too few; every position lies inside the true tensor."""
     patches = live.patches(changes.one_element(live.current, 0, live.aliases))
-    index = next(i for i, patch in enumerate(patches) if patch.name.endswith("self_attn.q_proj.weight"))
-    rows, columns = patches[index].shape
+    matrix = _matrix(patches)
+    rows, columns = matrix.shape
     for shape in ((columns, rows), (rows * columns,), (rows - 1, columns)):
-        spoilt = [replace(patch, shape=shape) if i == index else patch for i, patch in enumerate(patches)]
+        spoilt = [replace(patch, shape=shape) if patch is matrix else patch for patch in patches]
         live.refuses_delta(live.draft(spoilt), "shape_mismatch")
     live.good_delta_succeeds()
 

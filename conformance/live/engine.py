@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from typing import Any
 
@@ -25,19 +26,18 @@ class Engine:
     @staticmethod
     def import_vllm() -> None:
         """Import what starting an engine would import, without starting anything."""
-        import importlib
-
-        import vllm  # noqa: F401
-
         for module in (
             "vllm.entrypoints.llm",
-            "vllm.v1.worker.cpu_worker",
             "vllm.v1.engine.llm_engine",
             "vllm.v1.executor.multiproc_executor",
             "vllm.model_executor.models.qwen3",
             "vllm.model_executor.models.gemma4",
         ):
             importlib.import_module(module)
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            importlib.import_module("vllm.v1.worker.cpu_worker")
 
     def start(
         self,
@@ -75,9 +75,9 @@ class Engine:
         )
         return time.monotonic() - began
 
-    def init_transfer(self) -> None:
-        """Open the weight transfer with an empty ``init_info``."""
-        self.llm.init_weight_transfer_engine({"init_info": {}})
+    def init_transfer(self, init_info: dict[str, Any] | None = None) -> None:
+        """Open the weight transfer, by default with an empty ``init_info``."""
+        self.llm.init_weight_transfer_engine({"init_info": init_info or {}})
 
     def pause(self) -> None:
         """Pause scheduling, keeping requests."""

@@ -7,6 +7,7 @@ truth, so that a freshly started engine costs no import.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -36,8 +37,8 @@ class Server:
             channel.flush()
 
     def _answer(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        method: Callable[..., Any] = getattr(self, command, None) or getattr(self.engine, command)
         try:
+            method: Callable[..., Any] = getattr(self, command, None) or getattr(self.engine, command)
             return {"ok": method(**arguments)}
         except BaseException as error:
             traceback.print_exc()
@@ -85,8 +86,15 @@ def _fork(job: dict[str, Any]) -> int:
     child = os.fork()
     if child == 0:
         os.setsid()
+        die_with_parent()
         os._exit(_in_fork(Engine(worker_start="fork"), job))  # no shutdown: the group is killed
     return child
+
+
+def die_with_parent() -> None:
+    """From now on this process is killed when its parent ends, however that ends, and whatever group it leads."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _in_fork(engine: Engine, job: dict[str, Any]) -> int:
@@ -122,6 +130,7 @@ def _kill_group(leader: int) -> None:
 
 def main() -> None:
     """Serve on the socket whose descriptor is the first argument."""
+    die_with_parent()
     with socket.socket(fileno=int(sys.argv[1])) as end, end.makefile("rw") as channel:
         Server().serve(channel)
     _kill_group(os.getpgrp())

@@ -7,6 +7,7 @@ answer `LLM.collective_rpc`; they only read.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -23,8 +24,9 @@ PLUGINS = "CONFORMANCE_PLUGINS"
 """Environment: what every process of the engine loads, separated by commas; see `load`."""
 
 
+@functools.cache
 def prepare_process() -> None:
-    """Apply what the environment asks for; the front end and every worker call it before an engine is built."""
+    """Apply what the environment asks for, once in each process, before an engine is built."""
     if os.environ.get(UNPACK) == "1":
         keep_weights_unpacked()
     for plugin in filter(None, os.environ.get(PLUGINS, "").split(",")):

@@ -18,6 +18,7 @@ from typing import Any, Self
 import httpx
 
 from conformance.live.engine import TOKENS
+from conformance.live.host import die_with_parent
 from conformance.live.runner import CALL_TIMEOUT, START_TIMEOUT
 
 
@@ -40,9 +41,12 @@ class Server:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                preexec_fn=die_with_parent,
             )
-        # The proxy settings of the environment are for the outside.
-        self._client = httpx.Client(base_url=self._url, timeout=CALL_TIMEOUT, trust_env=False)
+        # No proxy for a local server, and a connection for each request: uvicorn closes one after a 500 that it sent.
+        self._client = httpx.Client(
+            base_url=self._url, timeout=CALL_TIMEOUT, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+        )
 
     def wait_until_ready(self) -> None:
         """Return when ``/health`` answers 200; AssertionError with the end of the log when it does not come to that."""

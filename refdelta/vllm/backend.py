@@ -28,7 +28,7 @@ from refdelta.spec import DeltaError, Reason
 from refdelta.vllm import compat
 from refdelta.vllm.allowlist import check_engine
 from refdelta.vllm.options import check_options
-from refdelta.vllm.ranks import RankGroup, StepFailed
+from refdelta.vllm.ranks import Agreed, RankGroup, StepFailed
 from refdelta.vllm.session import Session, Target
 from refdelta.vllm.startup import prove
 
@@ -119,7 +119,11 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
 
     def init_from(self, init_info: dict[str, Any]) -> None:
         """vLLM's ``init_weight_transfer_engine``: accepts ``{}``, refuses anything else on all ranks together."""
-        self._step("init", lambda: _parsed(self.parse_init_info, init_info))
+
+        def check() -> None:
+            _parsed(self.parse_init_info, init_info)
+
+        self._step("init", check)
 
     def shutdown(self) -> None:
         """Drop an unfinished session. Nothing else is held."""
@@ -140,7 +144,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
 
     # --- steps ---
 
-    def _open(self) -> list[object]:
+    def _open(self) -> list[int | str]:
         if self._fence is not None:
             raise DeltaError(Reason.FENCED, self._fence)
         self.session = Session(self._sessions, self.target)
@@ -151,16 +155,16 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
             raise DeltaError(Reason.NO_SESSION, "no update session is open; call start_weight_update first")
         return self.session
 
-    def _stage(self, update_info: Any) -> list[object]:
+    def _stage(self, update_info: Any) -> list[int | str]:
         session = self._opened()
         info = _parsed(self.parse_update_info, update_info)
         return [session.number, session.stage(Path(info.target_weights_path))]
 
-    def _prepared(self) -> list[object]:
+    def _prepared(self) -> list[int | str]:
         session = self._opened()
         return [session.number, *session.payloads]
 
-    def _step(self, name: str, action: Callable[[], object]) -> bool:
+    def _step(self, name: str, action: Callable[[], Agreed]) -> bool:
         """A step on all ranks that writes nothing. Where it fails anywhere, the session ends everywhere."""
         try:
             self.ranks.together(name, action)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from refdelta.spec import DeltaError, Reason
 
-__all__ = ["RankGroup", "StepFailed"]
+__all__ = ["Agreed", "RankGroup", "StepFailed"]
+
+Agreed: TypeAlias = list[int | str] | None
+"""What a step did, for all ranks to have done alike; a type that JSON carries, so that a report cannot fail."""
 
 
 class StepFailed(DeltaError):
@@ -50,7 +53,7 @@ class RankGroup:
         """Whether this is the one rank that raises for all."""
         return self.rank == self.size - 1
 
-    def together(self, step: str, action: Callable[[], object]) -> None:
+    def together(self, step: str, action: Callable[[], Agreed]) -> None:
         """Run ``action`` here and learn how it went on every rank. ``action`` may return what all ranks must agree on.
 
         Raises `StepFailed` on every rank alike: the first failing rank's error, or ``rank_disagreement``. Callers let

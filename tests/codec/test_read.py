@@ -256,6 +256,17 @@ def test_fault_11_changed_elements_without_layers(tmp_path: Path) -> None:
     assert refusal(folder).reason is Reason.COUNT_MISMATCH
 
 
+@pytest.mark.parametrize("total", [12, -13, 2**63, 10**400])
+def test_an_impossible_total_is_named_before_the_payload_is_read(tmp_path: Path, total: int) -> None:
+    """Its hash is wrong too, which would be found by reading it."""
+    folder = valid(tmp_path)
+    lineage = {"run_id": "r", "version": 1, "payload_sha256": "0" * 64}
+    edit_metadata(folder, lambda m: m.update(total_elements=total, density_pct=100 * 5 / total, lineage=lineage))
+    error = refusal(folder)
+    assert error.reason is Reason.COUNT_MISMATCH
+    assert "total_elements" in error.detail
+
+
 # Payload
 
 
@@ -392,6 +403,11 @@ OVERLAP = {
     "0.values": {"dtype": "BF16", "shape": [2], "data_offsets": [4, 8]},
 }
 
+GAP = {
+    "0.indices": {"dtype": "I32", "shape": [1], "data_offsets": [0, 4]},
+    "0.values": {"dtype": "BF16", "shape": [1], "data_offsets": [8, 10]},
+}
+
 CONTAINERS: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "0 bytes"),
     "seven bytes": (b"\x00" * 7, "7 bytes"),
@@ -408,6 +424,7 @@ CONTAINERS: dict[str, tuple[bytes, str]] = {
     "fault 8: duplicate key": (container(b'{"0.values":' + ENTRY + b',"0.values":' + ENTRY + b"}"), "duplicate"),
     "duplicate key in an entry": (container(b'{"a":{"shape":[0],"shape":[0]}}'), "duplicate"),
     "values in the bytes of the indices": (container(OVERLAP, b"\x00" * 8), "overlaps"),
+    "bytes of no tensor between two": (container(GAP, b"\x00" * 10), "gap"),
     "data without a tensor": (container(b"{}", b"\x00"), "data at 1"),
 }
 

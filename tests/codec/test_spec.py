@@ -123,6 +123,7 @@ def test_deltas_that_cannot_be() -> None:
         ((patch, patch), 30, Reason.DUPLICATE_NAME),
         ((patch,), 14, Reason.COUNT_MISMATCH),
         ((), -1, Reason.COUNT_MISMATCH),
+        ((), 2**63, Reason.COUNT_MISMATCH),
         ((), True, Reason.COUNT_MISMATCH),
     ):
         with pytest.raises(DeltaError) as caught:

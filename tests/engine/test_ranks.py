@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from refdelta.spec import DeltaError, Reason
-from refdelta.vllm.ranks import RankGroup, StepFailed
+from refdelta.vllm.ranks import Agreed, RankGroup, StepFailed
 
 
-def run(size: int, action: Callable[[int], object]) -> list[StepFailed | None]:
+def run(size: int, action: Callable[[int], Agreed]) -> list[StepFailed | None]:
     """What each of ``size`` ranks, in threads of their own, saw of one step."""
     barrier, texts = threading.Barrier(size, timeout=10), [""] * size
     seen: list[StepFailed | None] = [None] * size
@@ -36,7 +36,7 @@ def run(size: int, action: Callable[[int], object]) -> list[StepFailed | None]:
     return seen
 
 
-def raise_on(failing: set[int], error: Exception) -> Callable[[int], object]:
+def raise_on(failing: set[int], error: Exception) -> Callable[[int], Agreed]:
     def action(rank: int) -> None:
         if rank in failing:
             raise error

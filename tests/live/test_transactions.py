@@ -130,6 +130,15 @@ def test_an_unfinished_session_is_dropped_by_the_next_start(two_ranks: Rig) -> N
     assert two_ranks.dump() == before
 
 
+def test_connecting_takes_no_options(two_ranks: Rig) -> None:
+    """``init_weight_transfer_engine`` accepts ``{}`` and refuses anything else, in step either way."""
+    two_ranks.host.call("init_transfer")
+    two_ranks.in_step(2)
+    with pytest.raises(HostError, match=r"refdelta\[bad_option\]"):
+        two_ranks.host.call("init_transfer", init_info={"master_address": "127.0.0.1"})
+    two_ranks.in_step(2)
+
+
 @pytest.mark.parametrize("call", ["update", "finish"])
 def test_calls_out_of_order_are_refused_on_every_rank_at_once(two_ranks: Rig, call: str) -> None:
     """No session is open: a reason, and no reply left behind in the channel."""

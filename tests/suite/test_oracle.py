@@ -100,13 +100,13 @@ def test_state_hash_sees_names_dtypes_shapes_and_bits() -> None:
 
 def _pair() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     base = {
-        "b": torch.tensor([[1.0, 0.0, 2.0], [3.0, 4.0, 5.0]], dtype=torch.bfloat16),
+        "bc": torch.tensor([[1.0, 0.0, 2.0], [3.0, 4.0, 5.0]], dtype=torch.bfloat16),
         "a": torch.tensor(7, dtype=torch.int64),
         "same": torch.tensor([float("nan")]),
     }
     target = {name: tensor.clone() for name, tensor in base.items()}
-    target["b"][0, 1] = -0.0
-    target["b"][1, 2] = 1.0
+    target["bc"][0, 1] = -0.0
+    target["bc"][1, 2] = 1.0
     target["a"] = torch.tensor(-1, dtype=torch.int64)
     return base, target
 
@@ -115,7 +115,7 @@ def test_expected_patches_by_hand() -> None:
     first, second = expected_patches(*_pair())
     assert (first.name, first.shape, first.code, first.indices.tolist()) == ("a", (), "I64", [0])
     assert first.bits.tolist() == [2**64 - 1]
-    assert (second.name, second.shape, second.code, second.indices.tolist()) == ("b", (2, 3), "BF16", [1, 5])
+    assert (second.name, second.shape, second.code, second.indices.tolist()) == ("bc", (2, 3), "BF16", [1, 5])
     assert second.bits.tolist() == [0x8000, 0x3F80]
 
 
@@ -127,7 +127,7 @@ def test_expected_state_replaces_and_leaves_the_base() -> None:
 
 
 HEADER = (
-    '{"__metadata__":{"layer_names":"[\\"a\\",\\"b\\"]"},'
+    '{"__metadata__":{"layer_names":"[\\"a\\",\\"bc\\"]"},'
     '"0.indices":{"dtype":"I32","shape":[1],"data_offsets":[0,4]},'
     '"0.values":{"dtype":"I64","shape":[1],"data_offsets":[4,12]},'
     '"1.indices":{"dtype":"I32","shape":[2],"data_offsets":[12,20]},'
@@ -137,8 +137,8 @@ HEADER = (
 
 def test_written_bytes_by_hand(tmp_path: Path) -> None:
     patches = expected_patches(*_pair())
-    header = HEADER.encode()
-    header += b" " * (-len(header) % 8)
+    assert len(HEADER) == 297
+    header = HEADER.encode() + b" " * 7
     data = struct.pack("<iqiiHH", 0, -1, 1, 5, 0x8000, 0x3F80)
     payload = struct.pack("<Q", len(header)) + header + data
     directory = oracle.write_delta(tmp_path / "delta", patches, 8, model_id="m")
@@ -147,7 +147,7 @@ def test_written_bytes_by_hand(tmp_path: Path) -> None:
     assert json.loads((directory / "metadata.json").read_text()) == {
         "format": "sparse_delta",
         "format_version": 2,
-        "layer_names": ["a", "b"],
+        "layer_names": ["a", "bc"],
         "layer_shapes": [[], [2, 3]],
         "changed_elements": 3,
         "total_elements": 8,
