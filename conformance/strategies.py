@@ -1,28 +1,38 @@
-"""Hypothesis strategies for states and changes; public, for anybody's tests.
+"""Hypothesis strategies for states, changes, destinations and corruptions; public, for anybody's tests.
 
-    states(codes)        a checkpoint: name -> tensor; every dtype in `codes`, scalars, empty tensors, non-square 1-D
-                         to 3-D shapes, awkward names, more than ten tensors in some draws, special bit patterns
-    pairs(codes)         (base, target): equal names, shapes and dtypes, from nothing changed to everything
-    round_trips(codes)   (a, b, a): there and back
-    chains(codes, n)     n states, each a change of the one before
-    loose_deltas(codes)  what a lenient writer may send: (base, patches, "I32" or "I64"), layers in any order, some
-                         positions keeping their bits
+    states(codes)         a checkpoint: name -> tensor; every dtype in `codes`, scalars, empty tensors, non-square 1-D
+                          to 3-D shapes, awkward names, more than ten tensors in some draws, special bit patterns
+    pairs(codes)          (base, target): equal names, shapes and dtypes, from nothing changed to everything, or at a
+                          chosen density
+    round_trips(codes)    (a, b, a): there and back
+    chains(codes, n)      n states, each a change of the one before
+    loose_deltas(codes)   what a lenient writer may send: (base, patches, "I32" or "I64"), layers in any order, some
+                          positions keeping their bits
+    placements(state)     the state in memory of other strides and offsets
+    aliased(codes)        a change of a state in which further names stand for the same memory
+    corrupted(codes)      the files of a delta with something wrong in them, of every kind
 
 `codes` are safetensors dtype codes; `FLOATING` is what every engine must take, `codes_for(capabilities)` what one may.
-`state_features` and `pair_features` label what a draw holds, `STATE_FEATURES` and `PAIR_FEATURES` are all labels: the
-suite's own tests count them, so that nothing promised here is never drawn.
+Each draw tells Hypothesis its labels (`conformance.labels`), for `--hypothesis-show-statistics`; `LABELLED` lists every
+strategy with all of its labels, and the suite's own tests see that none is never drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+from hypothesis import event
 from hypothesis import strategies as st
 from numpy.random import Generator
 from torch import Tensor
 
+from conformance import labels
+from conformance.corruptions import CORRUPTIONS
+from conformance.labels import IEEE
+from conformance.memory import KINDS, Aliased, Placed
 from conformance.oracle import (
     CODES,
     DTYPES,
@@ -32,16 +42,39 @@ from conformance.oracle import (
     Patch,
     State,
     bits,
+    draft,
     expected_patches,
     from_bits,
+    total_elements,
     unsigned,
     width,
 )
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
+P = ParamSpec("P")
+T = TypeVar("T")
 
-_IEEE = {"F64": (11, 52), "F32": (8, 23), "F16": (5, 10), "BF16": (8, 7), "F8_E5M2": (5, 2)}
-"""Exponent and mantissa bits of the dtypes with infinities and several NaNs."""
+
+def _telling(
+    labels_of: Callable[[Any], set[str]],
+) -> Callable[[Callable[P, st.SearchStrategy[T]]], Callable[P, st.SearchStrategy[T]]]:
+    """Let a strategy tell Hypothesis the labels of each draw."""
+
+    def told(drawn: T) -> T:
+        for label in sorted(labels_of(drawn)):
+            event(label)
+        return drawn
+
+    def decorate(make: Callable[P, st.SearchStrategy[T]]) -> Callable[P, st.SearchStrategy[T]]:
+        @wraps(make)
+        def telling(*args: P.args, **kwargs: P.kwargs) -> st.SearchStrategy[T]:
+            return make(*args, **kwargs).map(told)
+
+        return telling
+
+    return decorate
+
+
 _OTHER_FLOATS = {
     "F8_E4M3": (0x00, 0x80, 0x01, 0x81, 0x07, 0x08, 0x7E, 0xFE, 0x7F, 0xFF),
     "F8_E4M3FNUZ": (0x00, 0x80, 0x01, 0x81, 0x07, 0x7F, 0xFF),
@@ -69,10 +102,10 @@ def _ieee_specials(exponent: int, mantissa: int) -> list[int]:
 
 
 def _specials(code: str) -> Bits:
-    if code in _IEEE:
-        patterns: Iterable[int] = _ieee_specials(*_IEEE[code])
+    if code in IEEE:
+        patterns: Iterable[int] = _ieee_specials(*IEEE[code])
     elif code == "C64":
-        halves = _ieee_specials(*_IEEE["F32"])
+        halves = _ieee_specials(*IEEE["F32"])
         patterns = [real | halves[-1 - at] << 32 for at, real in enumerate(halves)]
     elif code == "BOOL":
         patterns = (0, 1)
@@ -140,7 +173,7 @@ def shapes(draw: Draw) -> tuple[int, ...]:
     if kind == "empty":
         return tuple(draw(st.sampled_from([(0,), (3, 0), (0, 5), (2, 0, 3)])))
     if kind == 1:
-        return (draw(st.one_of(st.integers(1, 12), st.sampled_from([64, 255, 257]))),)
+        return (draw(st.one_of(st.integers(1, 12), st.sampled_from([64, 255, 256, 257]))),)
     return tuple(draw(st.lists(st.integers(1, 9), min_size=kind, max_size=kind, unique=True)))
 
 
@@ -188,6 +221,7 @@ _SIZES = (1, 2, 3, 0, 4, 6, 11, 12, 14)
 """Tensors in a state. Beyond ten, an order by text and one by number differ."""
 
 
+@_telling(labels.state_labels)
 @st.composite
 def states(draw: Draw, codes: Sequence[str] = ALL, *, min_tensors: int = 0) -> dict[str, Tensor]:
     """A checkpoint state of up to 14 tensors, contiguous, in insertion order as drawn."""
@@ -203,25 +237,36 @@ def states(draw: Draw, codes: Sequence[str] = ALL, *, min_tensors: int = 0) -> d
     return state
 
 
+_DENSITIES = ((0.0, 0.1, 0.5, 1.0), (0.001, 0.03), (1.0,), (0.0, 0.001), (0.5, 1.0), (0.0,), (1 / 3, 0.33, 0.34))
+
+
 @st.composite
-def changes_of(draw: Draw, base: State) -> dict[str, Tensor]:
-    """A state like `base` with some bits changed: per tensor none, one, a few, half or all elements."""
+def changes_of(draw: Draw, base: State, density: float | None = None) -> dict[str, Tensor]:
+    """A state like `base` with some bits changed: per tensor none, one, a few, a third, half or all elements.
+
+    density: change this share of every tensor instead, in [0, 1], rounded up to whole elements.
+    """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    densities = draw(st.sampled_from([(0.0, 0.1, 0.5, 1.0), (0.001, 0.03), (1.0,), (0.0, 0.001), (0.5, 1.0), (0.0,)]))
+    densities = draw(st.sampled_from(_DENSITIES)) if density is None else (density,)
     target = {}
     for name, tensor in base.items():
         code, new = CODES[tensor.dtype], bits(tensor)
-        density, kind = rng.choice(densities), str(rng.choice(CHANGES))
-        count = min(len(new), int(np.ceil(density * len(new))))
+        share, kind = rng.choice(densities), str(rng.choice(CHANGES))
+        count = min(len(new), int(np.ceil(round(share * len(new), 6))))
         at = rng.choice(len(new), count, replace=False) if count else np.zeros(0, dtype=np.int64)
         new[at] = _changed(code, new[at], kind, rng)
         target[name] = from_bits(new, code, tensor.shape)
     return target
 
 
-def pairs(codes: Sequence[str] = ALL, *, min_tensors: int = 0) -> st.SearchStrategy[tuple[State, State]]:
+@_telling(lambda pair: labels.change_labels(*pair))
+@st.composite
+def pairs(
+    draw: Draw, codes: Sequence[str] = ALL, *, min_tensors: int = 0, density: float | None = None
+) -> tuple[State, State]:
     """(base, target)."""
-    return states(codes, min_tensors=min_tensors).flatmap(lambda base: st.tuples(st.just(base), changes_of(base)))
+    base = draw(states(codes, min_tensors=min_tensors))
+    return base, draw(changes_of(base, density))
 
 
 def round_trips(codes: Sequence[str] = ALL) -> st.SearchStrategy[tuple[State, State, State]]:
@@ -229,6 +274,7 @@ def round_trips(codes: Sequence[str] = ALL) -> st.SearchStrategy[tuple[State, St
     return pairs(codes, min_tensors=1).map(lambda pair: (pair[0], pair[1], pair[0]))
 
 
+@_telling(labels.chain_labels)
 @st.composite
 def chains(draw: Draw, codes: Sequence[str] = ALL, length: int = 4) -> list[State]:
     """`length` states, each a change of the one before."""
@@ -238,6 +284,7 @@ def chains(draw: Draw, codes: Sequence[str] = ALL, length: int = 4) -> list[Stat
     return chain
 
 
+@_telling(lambda loose: labels.loose_labels(*loose))
 @st.composite
 def loose_deltas(draw: Draw, codes: Sequence[str] = ALL) -> tuple[State, tuple[Patch, ...], str]:
     """(base, patches, index code): a delta that a reader must take although no canonical writer emits it."""
@@ -255,117 +302,51 @@ def _with_kept(patch: Patch, tensor: Tensor, draw: Draw) -> Patch:
     return Patch(patch.name, patch.shape, patch.code, np.arange(len(new), dtype=np.int64), new)
 
 
-# -- labels ----------------------------------------------------------------------------------------------------------
+# -- memory and files ------------------------------------------------------------------------------------------------
 
 
-def _nan(code: str, patterns: Bits) -> Any:
-    exponent, mantissa = _IEEE[code]
-    return (patterns & unsigned(code).type((1 << (exponent + mantissa)) - 1)) > ((1 << exponent) - 1) << mantissa
+@_telling(labels.place_labels)
+@st.composite
+def placements(draw: Draw, state: State) -> Placed:
+    """`state` in views, each tensor in memory of one of `conformance.memory.KINDS`."""
+    return Placed.of(state, {name: draw(st.sampled_from(KINDS)) for name in state})
 
 
-def _special_labels(code: str, patterns: Bits) -> set[str]:
-    if code not in _IEEE:
-        return set()
-    exponent, mantissa = _IEEE[code]
-    sign, infinity = 1 << (exponent + mantissa), ((1 << exponent) - 1) << mantissa
-    magnitude = patterns & unsigned(code).type(sign - 1)
-    found = {
-        "-0": patterns == sign,
-        "subnormal": (magnitude > 0) & (magnitude < 1 << mantissa),
-        "infinity": magnitude == infinity,
-        "quiet NaN": magnitude > infinity + (1 << (mantissa - 1)) - 1,
-        "signalling NaN": (magnitude > infinity) & (magnitude < infinity + (1 << (mantissa - 1))),
-        "NaN payload": (magnitude > infinity) & (magnitude != infinity + (1 << (mantissa - 1))),
-    }
-    return {label for label, where in found.items() if where.any()}
+@_telling(labels.alias_labels)
+@st.composite
+def aliased(draw: Draw, codes: Sequence[str] = ALL) -> Aliased:
+    """A change of a state with up to three aliases, of tensors with elements: all of one, or from a row on."""
+    base, target = draw(pairs(codes, min_tensors=1))
+    owners = [name for name, tensor in base.items() if tensor.numel()]
+    aliases: dict[str, tuple[str, int]] = {}
+    for number in range(draw(st.integers(0, 3)) if owners else 0):
+        owner = draw(st.sampled_from(owners))
+        rows = base[owner].shape[0] if base[owner].dim() else 1
+        aliases[f"{owner} alias {number}"] = owner, draw(st.sampled_from([0, rows - 1]))
+    return Aliased(base, target, aliases)
 
 
-def _name_labels(name: str) -> set[str]:
-    found = {
-        "name with dots": "." in name,
-        "name beyond ASCII": not name.isascii(),
-        "name of 200 characters": len(name) >= 200,
-        "name ending in .indices or .values": name.endswith((".indices", ".values")),
-        "name with quotes, backslashes or control characters": any(c in '"\\' or ord(c) < 32 for c in name),
-    }
-    return {label for label, holds in found.items() if holds}
+@_telling(lambda drawn: set(drawn[1]))
+@st.composite
+def corrupted(draw: Draw, codes: Sequence[str] = ALL) -> tuple[State, Mapping[str, Mapping[str, bytes]]]:
+    """(base, the files of a delta from it by what was done to them): `conformance.corruptions.CORRUPTIONS`, each."""
+    base, target = draw(pairs(codes, min_tensors=1))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    whole = draft(expected_patches(base, target), total_elements(base)).files()
+    broken = {kind: dict(whole) for kind in CORRUPTIONS}
+    for kind, corrupt in CORRUPTIONS.items():
+        corrupt(rng, broken[kind])
+    return base, broken
 
 
-def _shape_label(shape: Sequence[int]) -> str:
-    return "scalar" if not shape else "empty" if 0 in shape else f"{len(shape)}-D"
-
-
-STATE_FEATURES = frozenset(
-    {f"dtype {code}" for code in DTYPES}
-    | {"scalar", "empty", "1-D", "2-D", "3-D", "no tensors", "more than ten tensors"}
-    | {"-0", "subnormal", "infinity", "quiet NaN", "signalling NaN", "NaN payload"}
-    | {"name with dots", "name beyond ASCII", "name of 200 characters", "name ending in .indices or .values"}
-    | {"name with quotes, backslashes or control characters"}
-)
-"""Every label of `state_features`."""
-
-
-def state_features(state: State) -> set[str]:
-    """What a drawn state holds, as labels."""
-    labels = {"no tensors"} if not state else {"more than ten tensors"} if len(state) > 10 else set()
-    for name, tensor in state.items():
-        code = CODES[tensor.dtype]
-        labels |= {f"dtype {code}", _shape_label(tensor.shape)} | _name_labels(name)
-        labels |= _special_labels(code, bits(tensor))
-    return labels
-
-
-PAIR_FEATURES = frozenset(
-    {
-        "nothing changed",
-        "everything changed",
-        "an unchanged tensor beside a changed one",
-        "more than ten changed tensors",
-        "density below 5 %",
-        "density between 5 and 95 %",
-        "+0 to -0",
-        "NaN to another NaN",
-        "number to NaN",
-        "NaN kept beside a change",
-        "only the sign",
-        "only the lowest bit",
-        "lowest byte kept",
-    }
-)
-"""Every label of `pair_features`."""
-
-
-def pair_features(base: State, target: State) -> set[str]:
-    """What a drawn change holds, as labels."""
-    patches = expected_patches(base, target)
-    total, changed = sum(t.numel() for t in base.values()), sum(len(p.indices) for p in patches)
-    labels = {
-        "nothing changed": bool(total) and not changed,
-        "everything changed": bool(total) and changed == total,
-        "an unchanged tensor beside a changed one": 0 < len(patches) < sum(bool(t.numel()) for t in base.values()),
-        "more than ten changed tensors": len(patches) > 10,
-        "density below 5 %": bool(changed) and changed < 0.05 * total,
-        "density between 5 and 95 %": 0.05 * total <= changed <= 0.95 * total and bool(changed),
-    }
-    found = {label for label, holds in labels.items() if holds}
-    return found.union(*(_patch_labels(patch, bits(base[patch.name])) for patch in patches))
-
-
-def _patch_labels(patch: Patch, old: Bits) -> set[str]:
-    before, after, code = old[patch.indices], patch.bits, patch.code
-    flipped, bit_count = before ^ after, 8 * width(code)
-    found = {
-        "only the sign": (flipped == 1 << (bit_count - 1)).any() and code != "BOOL",
-        "only the lowest bit": (flipped == 1).any() and code != "BOOL",
-        "lowest byte kept": ((flipped & flipped.dtype.type(0xFF)) == 0).any() and width(code) > 1,
-    }
-    if code in _IEEE:
-        nan_before, nan_after = _nan(code, before), _nan(code, after)
-        kept = np.delete(old, patch.indices)
-        found |= {
-            "+0 to -0": ((before == 0) & (after == 1 << (bit_count - 1))).any(),
-            "NaN to another NaN": (nan_before & nan_after).any(),
-            "number to NaN": (~nan_before & nan_after).any(),
-            "NaN kept beside a change": _nan(code, kept).any(),
-        }
-    return {label for label, holds in found.items() if holds}
+LABELLED: Mapping[str, tuple[Callable[[], st.SearchStrategy[Any]], Callable[[Any], set[str]], frozenset[str]]] = {
+    "states": (states, labels.state_labels, labels.STATE_LABELS),
+    "pairs": (pairs, lambda pair: labels.change_labels(*pair), labels.CHANGE_LABELS),
+    "chains": (chains, labels.chain_labels, labels.CHAIN_LABELS),
+    "round_trips": (round_trips, labels.chain_labels, frozenset({"a position that changes back"})),
+    "loose_deltas": (loose_deltas, lambda loose: labels.loose_labels(*loose), labels.LOOSE_LABELS),
+    "placements": (lambda: states().flatmap(placements), labels.place_labels, labels.PLACE_LABELS),
+    "aliased": (aliased, labels.alias_labels, labels.ALIAS_LABELS),
+    "corrupted": (corrupted, lambda drawn: set(drawn[1]), frozenset(CORRUPTIONS)),
+}
+"""Strategy -> how it is made, the labels of a draw, and every label that has to come up."""

@@ -2,83 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from conformance import oracle, strategies
 from conformance.driving import Scratch
 from conformance.engines import FullCodec
-from conformance.oracle import State, assert_bit_equal, bits, expected_patches, expected_state, total_elements
+from conformance.memory import Placed
+from conformance.oracle import assert_bit_equal, bits, expected_patches, expected_state, total_elements
 
 pytestmark = pytest.mark.check("bit_exact")
 
-KINDS = ("stepped", "transposed", "offset")
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _strides(kind: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """Element strides: every other element, column-major, or contiguous behind an offset."""
-    order = range(len(shape)) if kind == "transposed" else range(len(shape) - 1, -1, -1)
-    strides, step = [0] * len(shape), 2 if kind == "stepped" else 1
-    for axis in order:
-        strides[axis] = step
-        step *= max(1, shape[axis])
-    return tuple(strides)
-
-
-def view_of(tensor: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """A view with the elements of `tensor` and the strides of `kind`, and the buffer of ones that it lies in."""
-    carrier = _CARRIERS[tensor.dtype.itemsize]
-    buffer = torch.ones(2 * tensor.numel() + 5, dtype=carrier)
-    view = buffer.as_strided(tuple(tensor.shape), _strides(kind, tensor.shape), 3)
-    view.copy_(tensor.view(carrier))
-    return view.view(tensor.dtype), buffer
-
-
-def _views(state: State, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    both = {name: view_of(tensor, kind) for name, tensor in state.items()}
-    return {name: view for name, (view, _) in both.items()}, {name: buffer for name, (_, buffer) in both.items()}
-
 
 @pytest.mark.needs("strided")
-@pytest.mark.parametrize("kind", KINDS)
 @given(st.data())
-def test_encode_from_views(
-    engine: FullCodec, codes: tuple[str, ...], scratch: Scratch, kind: str, data: st.DataObject
-) -> None:
+def test_encode_from_views(engine: FullCodec, codes: tuple[str, ...], scratch: Scratch, data: st.DataObject) -> None:
     base, target = data.draw(strategies.pairs(codes, min_tensors=1))
-    other = data.draw(st.sampled_from([*KINDS, "contiguous"]))
+    placed = [data.draw(strategies.placements(state)) for state in (base, target)]
     with scratch() as tmp:
-        strided = target if other == "contiguous" else _views(target, other)[0]
-        engine.encode(_views(base, kind)[0], strided, tmp / "delta")
+        engine.encode(placed[0].views, placed[1].views, tmp / "delta")
         written = oracle.read_delta(tmp / "delta")
-    assert_bit_equal(target, expected_state(base, written.patches), f"encoded from {kind} and {other} tensors")
+    kinds = f"encoded from {placed[0].kinds} and {placed[1].kinds}"
+    assert_bit_equal(target, expected_state(base, written.patches), kinds)
     found = {patch.name: patch.indices.tolist() for patch in written.patches}
     assert found == {patch.name: patch.indices.tolist() for patch in expected_patches(base, target)}
 
 
 @pytest.mark.needs("in_place")
-@pytest.mark.parametrize("kind", KINDS)
 @given(st.data())
-def test_apply_through_views(
-    engine: FullCodec, codes: tuple[str, ...], scratch: Scratch, kind: str, data: st.DataObject
-) -> None:
-    """The view and its buffer: what lies between and around the view's elements stays."""
+def test_apply_through_views(engine: FullCodec, codes: tuple[str, ...], scratch: Scratch, data: st.DataObject) -> None:
+    """The views and their buffers: what lies between and around a view's elements stays."""
     base, patches, indices = data.draw(strategies.loose_deltas(codes))
     target = expected_state(base, patches)
-    weights, buffers = _views(base, kind)
-    given_tensors = dict(weights)
+    placed = data.draw(strategies.placements(base))
+    weights = dict(placed.views)
     with scratch() as tmp:
         delta = oracle.write_delta(tmp / "delta", patches, total_elements(base), indices=indices)
         engine.apply(delta, weights)
-    assert all(weights[name] is tensor for name, tensor in given_tensors.items()), "apply replaced a tensor"
-    assert_bit_equal(target, weights, f"applied to {kind} tensors")
-    expected_buffers = _views(target, kind)[1]
-    for name, buffer in buffers.items():
-        wrong = (bits(buffer) != bits(expected_buffers[name])).nonzero()[0]
+    assert all(weights[name] is tensor for name, tensor in placed.views.items()), "apply replaced a tensor"
+    assert_bit_equal(target, weights, f"applied to {placed.kinds}")
+    expected = Placed.of(target, placed.kinds).buffers
+    for name, buffer in placed.buffers.items():
+        wrong = (bits(buffer) != bits(expected[name])).nonzero()[0]
         assert not wrong.size, f"{name}: apply wrote beside the view, at {wrong[:5]} of its buffer"
+
+
+@pytest.mark.needs("in_place")
+@given(st.data())
+def test_apply_through_aliases(
+    engine: FullCodec, codes: tuple[str, ...], scratch: Scratch, data: st.DataObject
+) -> None:
+    """Several names of the same memory, each of which states the change."""
+    drawn = data.draw(strategies.aliased(codes))
+    weights, patches = drawn.tied(drawn.base), drawn.patches()
+    with scratch() as tmp:
+        engine.apply(oracle.write_delta(tmp / "delta", patches, total_elements(weights)), weights)
+    assert_bit_equal(drawn.tied(drawn.target), weights, f"applied where {dict(drawn.aliases)}")

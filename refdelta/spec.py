@@ -456,9 +456,8 @@ class Delta:
         check_extra(self.extra)
         least = sum(patch.numel for patch in self.patches)
         if not is_int(self.total_elements) or not least <= self.total_elements <= MAX_ELEMENTS:
-            found = _brief(self.total_elements)
-            detail = f"total_elements: expected an integer from {least} to 2^63 - 1, found {found}"
-            raise DeltaError(Reason.COUNT_MISMATCH, detail)
+            expected, found = f"an integer from {least} to 2^63 - 1", _brief(self.total_elements)
+            raise DeltaError(Reason.COUNT_MISMATCH, f"total_elements: expected {expected}, found {found}")
 
     @property
     def changed_elements(self) -> int:

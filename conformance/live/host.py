@@ -95,13 +95,13 @@ def _fork(job: dict[str, Any]) -> int:
     child = os.fork()
     if child == 0:
         os.setsid()
-        _die_with_parent()
+        die_with_parent()
         os._exit(_in_fork(Engine(worker_start="fork"), job))  # no shutdown: the group is killed
     return child
 
 
-def _die_with_parent() -> None:
-    """A killed zygote takes its children with it, although they lead groups of their own."""
+def die_with_parent() -> None:
+    """From now on this process is killed when its parent ends, however that ends, and whatever group it leads."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -139,6 +139,7 @@ def _kill_group(leader: int) -> None:
 
 def main() -> None:
     """Serve on the socket whose descriptor is the first argument."""
+    die_with_parent()
     with socket.socket(fileno=int(sys.argv[1])) as end, end.makefile("rw") as channel:
         Server().serve(channel)
     _kill_group(os.getpgrp())

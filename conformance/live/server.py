@@ -18,6 +18,7 @@ from typing import Any, Self
 import httpx
 
 from conformance.live.engine import TOKENS
+from conformance.live.host import die_with_parent
 from conformance.live.runner import CALL_TIMEOUT, START_TIMEOUT
 
 
@@ -40,6 +41,7 @@ class Server:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                preexec_fn=die_with_parent,
             )
         # No proxy for a local server, and a connection for each request: uvicorn closes one after a 500 that it sent.
         self._client = httpx.Client(

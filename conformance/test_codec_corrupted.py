@@ -1,0 +1,55 @@
+"""refuses: whatever is wrong in a delta's files, it is refused with nothing changed, or means what the files say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conformance import oracle, strategies
+from conformance.driving import Scratch
+from conformance.engines import FullCodec
+from conformance.oracle import CODES, State, assert_bit_equal, clone, expected_state
+
+pytestmark = pytest.mark.check("refuses")
+
+
+def _meaning(delta: Path, base: State) -> State | None:
+    """The state after the delta; None where it is malformed or does not fit."""
+    try:
+        patches = oracle.read_delta(delta).patches
+    except Exception:
+        return None
+    held = {name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in base.items()}
+    return expected_state(base, patches) if all(held.get(p.name) == (p.code, p.shape) for p in patches) else None
+
+
+@given(st.data())
+def test_anything_wrong(engine: FullCodec, codes: tuple[str, ...], scratch: Scratch, data: st.DataObject) -> None:
+    base, broken = data.draw(strategies.corrupted(codes))
+    for kind, files in broken.items():
+        with scratch() as tmp:
+            for name, raw in files.items():
+                (tmp / name).write_bytes(raw)
+            expected, weights = _meaning(tmp, base), clone(base)
+            error = _applied(engine, tmp, weights)
+        if error is None:
+            assert expected is not None, f"{kind}: taken, although the files are malformed"
+            assert_bit_equal(expected, weights, kind)
+            continue
+        assert_bit_equal(base, weights, f"{kind}: refused ({error}), and yet the state changed")
+        assert expected is None, f"{kind}: refused ({error}), although nothing is wrong with the files"
+        if "reasons" in engine.capabilities:
+            assert getattr(error, "reason", None), f"{kind}: refused without a reason: {error!r}"
+
+
+def _applied(engine: FullCodec, delta: Path, weights: dict[str, Tensor]) -> Exception | None:
+    """What the engine refused with."""
+    try:
+        engine.apply(delta, weights)
+    except Exception as error:
+        return error
+    return None
