@@ -18,8 +18,8 @@ from torch import Tensor
 from refdelta import bits
 from refdelta.checkpoint import Checkpoint
 from refdelta.checkpoint_apply import patch_checkpoint
-from refdelta.compose import compose as compose
-from refdelta.compose import join as join
+from refdelta.composition import compose as compose
+from refdelta.composition import join as join
 from refdelta.container import Entry, Header, read_header, shown, strict_json
 from refdelta.digest import parse as parse_digest
 from refdelta.digest import roll_digest

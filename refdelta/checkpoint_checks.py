@@ -14,7 +14,7 @@ from torch import Tensor
 
 from refdelta import bits
 from refdelta.checkpoint_apply import part_in_run, write_run
-from refdelta.compose import compose
+from refdelta.composition import compose
 from refdelta.spec import Delta, TensorPatch
 
 __all__ = ["CHECKS", "Check", "Run"]

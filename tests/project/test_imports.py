@@ -18,7 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bits", "files", "names"),
     ("container", "state"),
     ("digest",),
-    ("compose",),
+    ("composition",),
     ("encode", "apply", "layout_map", "checkpoint", "checkpoint_apply"),
     ("checkpoint_diff", "checkpoint_checks"),
     ("checkpoint_verify",),
@@ -26,7 +26,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gate", "cli", "__init__"),
 )
 LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}
-CORE = ("spec", "bits", "files", "names", "container", "state", "digest", "compose", "encode", "apply", "layout_map")
+CORE = (
+    "spec",
+    "bits",
+    "files",
+    "names",
+    "container",
+    "state",
+    "digest",
+    "composition",
+    "encode",
+    "apply",
+    "layout_map",
+)
 CORE_NEEDS = frozenset({"torch", "numpy", "safetensors"})
 # The suite's only ways into refdelta: the reference engine, and the encoder that feeds live engines.
 ADAPTERS = {"conformance/engines.py", "conformance/live/encoder.py"}
