@@ -134,11 +134,11 @@ def test_public_names_are_no_modules_whatever_is_imported() -> None:
 
 def test_public_names_are_those_of_their_modules() -> None:
     import refdelta as package
-    from refdelta import apply, encode, spec
+    from refdelta import apply, digest, encode, spec
 
     for name in package.__all__:
         found = getattr(package, name)
-        assert any(getattr(module, name, None) is found for module in (apply, encode, spec))
+        assert any(getattr(module, name, None) is found for module in (apply, digest, encode, spec))
         assert name in dir(package)
     with pytest.raises(AttributeError):
         _ = package.no_such_name
