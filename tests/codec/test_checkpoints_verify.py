@@ -160,7 +160,10 @@ def test_another_state_is_not_the_deltas(made: Made) -> None:
     outcome = found(delta, target, target)
     assert [outcome[check] for check in ("bit_exact", "minimal", "base_digest")] == ["holds", "fails", "fails"]
     outcome = found(delta, base, base)
-    assert [outcome[check] for check in ("bit_exact", "digest", "layer_digests")] == ["fails", "fails", "fails"]
+    assert [outcome[check] for check in ("bit_exact", "digest", "layer_digests")] == ["fails", "holds", "holds"]
+    outcome = found(delta, None, base)
+    assert [outcome[check] for check in ("holds_values", "digest", "layer_digests")] == ["fails", "fails", "fails"]
+    assert found(delta, target)["digest"] == "fails", "what it leads to from another base"
 
 
 def edited(delta: Path, edit: Callable[[dict[str, str]], object]) -> None:
