@@ -163,7 +163,6 @@ def test_another_state_is_not_the_deltas(made: Made) -> None:
     assert [outcome[check] for check in ("bit_exact", "digest", "layer_digests")] == ["fails", "holds", "holds"]
     outcome = found(delta, None, base)
     assert [outcome[check] for check in ("holds_values", "digest", "layer_digests")] == ["fails", "fails", "fails"]
-    assert found(delta, target)["digest"] == "fails", "what it leads to from another base"
 
 
 def edited(delta: Path, edit: Callable[[dict[str, str]], object]) -> None:
