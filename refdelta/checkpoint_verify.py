@@ -224,7 +224,7 @@ class _Tally:
 
 
 class _Digests:
-    """Digests of the base, and per tensor of the state after the delta: the target's where that is given."""
+    """Digests of the base, and per tensor of the base with the delta; of the target where there is no base."""
 
     def __init__(self, stated: Lineage) -> None:
         self._stated = stated
@@ -233,18 +233,16 @@ class _Digests:
 
     def counting(self, name: str, info: TensorInfo, runs: Iterable[Run]) -> Iterator[Run]:
         """``runs`` of one tensor as they come."""
-        rolled, target = StateDigests(), StateDigests()
-        for digests in (rolled, target):
-            digests.add_tensor(name, info)
-        seen_target = False
+        digests = StateDigests()
+        digests.add_tensor(name, info)
         for run in runs:
-            rolled.add_run(name, info, run.start, run.base)
-            rolled.change(run.part, run.inverse.values)
-            target.add_run(name, info, run.start, run.target)
-            seen_target |= len(run.target) > 0
+            has_base = len(run.base) > 0
+            digests.add_run(name, info, run.start, run.base if has_base else run.target)
+            if has_base:
+                digests.change(run.part, run.inverse.values)
             yield run
-        self._base = add(self._base, rolled.before)
-        self._layers[name] = target.before if seen_target else rolled.after
+        self._base = add(self._base, digests.before)
+        self._layers[name] = digests.after
 
     def findings(self, has_base: bool) -> dict[str, Finding]:
         """What the lineage states, compared."""

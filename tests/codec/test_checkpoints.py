@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import memory_bound
 import numpy as np
 import pytest
 import torch
@@ -446,3 +447,17 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     error = refusal(lambda: apply_to_checkpoint(delta, source, tmp_path / "out"))
     assert error.reason is Reason.WRITE_FAILED
     assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_memory_stays_within_one_tensor_the_delta_and_256_mib(tmp_path: Path) -> None:
+    """What `scripts/memory_bound.py` shows on 2 GiB, on checkpoints that are larger than the bound leaves room for."""
+    assert memory_bound.measure(tmp_path, mib=320, density_pct=1.0)
+
+
+def test_the_memory_script_sees_a_command_that_holds_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hoard = memory_bound.CHILD.replace("code = run", "hoard = bytearray(b'x') * (400 << 20)\ncode = run")
+    monkeypatch.setattr(memory_bound, "CHILD", hoard)
+    assert not memory_bound.measure(tmp_path, mib=64, density_pct=1.0)
+    assert "ABOVE" in capsys.readouterr().out

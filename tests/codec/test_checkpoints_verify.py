@@ -160,7 +160,9 @@ def test_another_state_is_not_the_deltas(made: Made) -> None:
     outcome = found(delta, target, target)
     assert [outcome[check] for check in ("bit_exact", "minimal", "base_digest")] == ["holds", "fails", "fails"]
     outcome = found(delta, base, base)
-    assert [outcome[check] for check in ("bit_exact", "digest", "layer_digests")] == ["fails", "fails", "fails"]
+    assert [outcome[check] for check in ("bit_exact", "digest", "layer_digests")] == ["fails", "holds", "holds"]
+    outcome = found(delta, None, base)
+    assert [outcome[check] for check in ("holds_values", "digest", "layer_digests")] == ["fails", "fails", "fails"]
 
 
 def edited(delta: Path, edit: Callable[[dict[str, str]], object]) -> None:

@@ -124,6 +124,14 @@ def test_importing_refdelta_imports_no_vllm() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def test_public_names_are_no_modules_whatever_is_imported() -> None:
+    """A submodule of the same name would take the place of a function once it is imported."""
+    code = "import refdelta, refdelta.apply, refdelta.checkpoint_verify, types; "
+    code += "print([n for n in refdelta.__all__ if isinstance(getattr(refdelta, n), types.ModuleType)])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_public_names_are_those_of_their_modules() -> None:
     import refdelta as package
     from refdelta import apply, digest, encode, spec
