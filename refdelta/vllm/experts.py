@@ -17,11 +17,10 @@ from torch import Tensor, nn
 __all__ = ["PROVEN_KERNELS", "as_loaded", "expert_layers", "kernel", "loaded", "reads_live_weights", "run_post_load"]
 
 PROVEN_KERNELS = frozenset({"CPUUnquantizedExperts(vec)"})
-"""Kernels whose post-load step is a permutation of what was loaded, padded with zeros, and that read the live weight.
+"""Kernels whose post-load step permutes what was loaded and pads it with zeros, and that read the live weight.
 
-The AMX kernel packs by a permutation too, but no live engine of it has run here.
-
-That is shown again at every start, for every layer, so the list only says where it was seen to hold.
+Both are shown again at every start, for every layer. Live deltas were run on ``vec`` only; of ``amx`` the packing function
+was seen to be a permutation, on a machine without AMX, so it waits for a live proof.
 """
 
 
