@@ -24,6 +24,7 @@ from refdelta import (
     Reason,
     TensorPatch,
     diff,
+    encode,
     read_delta,
     write_delta,
 )
@@ -376,3 +377,15 @@ def test_other_readers_take_what_is_written(tmp_path: Path) -> None:
         assert shape == list(base[name].shape)
     assert layers.keys() == base.keys()
     assert v2_reader(write_delta(Delta((), 29), tmp_path / "empty")) == {}
+
+
+def test_a_header_longer_than_readers_take_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    delta = small()
+    length = int.from_bytes((write_delta(delta, tmp_path / "usual") / DELTA_FILE).read_bytes()[:8], "little")
+    monkeypatch.setattr(encode, "MAX_HEADER_BYTES", length)
+    write_delta(delta, tmp_path / "just")
+    monkeypatch.setattr(encode, "MAX_HEADER_BYTES", length - 1)
+    with pytest.raises(DeltaError) as caught:
+        write_delta(delta, tmp_path / "over")
+    assert caught.value.reason is Reason.BAD_HEADER
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["just", "usual"]
