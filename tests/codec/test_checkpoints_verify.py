@@ -15,6 +15,7 @@ from torch import Tensor
 from refdelta import INVARIANTS, METADATA_FILE, Delta, DeltaError, Lineage, TensorPatch, diff, write_delta
 from refdelta.checkpoint import Checkpoint
 from refdelta.checkpoint_apply import write_run
+from refdelta.checkpoint_checks import CHECKS, Run
 from refdelta.checkpoint_diff import diff_checkpoints
 from refdelta.checkpoint_verify import COMPOSED_OF, Finding, verify
 from tests.codec.checkpoints import changed, every_dtype, split, write
@@ -226,3 +227,17 @@ def test_a_composition_where_the_earlier_one_wins_is_seen(made: Made, monkeypatc
     base, _, delta = made
     monkeypatch.setattr("refdelta.checkpoint_checks.compose", lambda deltas: next(iter(deltas)))
     assert found(delta, base)["composes"] == "fails"
+
+
+def test_deterministic_compares_with_a_second_encoding() -> None:
+    """In a whole delta only a codec that encodes by chance could fail here: what is missing fails bit_exact as well."""
+    base, target = bf16(1, 2, 3, 4), bf16(1, 7, 3, 8)
+    check = next(check for check in CHECKS if check.id == "deterministic")
+
+    def wrong(at: list[int], values: Tensor) -> int:
+        return len(check.wrong(Run.of(TensorPatch("w", (4,), torch.tensor(at), values), 0, base, target)))
+
+    assert wrong([1, 3], bf16(7, 8)) == 0
+    assert wrong([1], bf16(7)) > 0
+    assert wrong([0, 1, 3], bf16(1, 7, 8)) > 0
+    assert wrong([1, 3], bf16(7, 9)) > 0
