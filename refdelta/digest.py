@@ -69,7 +69,7 @@ def tensor_digest(name: str, tensor: Tensor) -> str:
 
 def header_digest(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     """The part of a tensor's digest that does not depend on its elements; counts once, whoever holds which share."""
-    return _text(_identity(name, dtype, shape)[1])
+    return text(_identity(name, dtype, shape)[1])
 
 
 def positions_digest(name: str, dtype: torch.dtype, shape: tuple[int, ...], indices: Tensor, values: Tensor) -> str:
@@ -84,7 +84,7 @@ def positions_digest(name: str, dtype: torch.dtype, shape: tuple[int, ...], indi
         shapes = f"{list(indices.shape)} indices, {list(values.shape)} values"
         raise DeltaError(Reason.LENGTH_MISMATCH, f"expected two equal 1-D shapes, found {shapes}", name)
     seed, _ = _identity(name, dtype, shape)
-    return _text(_sum_at(bits.bit_view(bits.resolved(values)), indices.to(values.device), seed))
+    return text(_sum_at(bits.bit_view(bits.resolved(values)), indices.to(values.device), seed))
 
 
 def run_digest(name: str, dtype: torch.dtype, shape: tuple[int, ...], start: int, run: Tensor) -> str:
@@ -92,7 +92,7 @@ def run_digest(name: str, dtype: torch.dtype, shape: tuple[int, ...], start: int
     if run.dtype != dtype:
         raise DeltaError(Reason.DTYPE_MISMATCH, f"expected {dtype}, found {run.dtype}", name)
     seed, _ = _identity(name, dtype, shape)
-    return _text(sum(bits.map_pieces(lambda at, piece: _sum_of_run(piece, seed + (start + at) * GAMMA), run)))
+    return text(sum(bits.map_pieces(lambda at, piece: _sum_of_run(piece, seed + (start + at) * GAMMA), run)))
 
 
 def roll_digest(digest: str, patch: TensorPatch, old_values: Tensor) -> str:
@@ -110,12 +110,12 @@ def roll_digest(digest: str, patch: TensorPatch, old_values: Tensor) -> str:
 
 def add(*digests: str) -> str:
     """The sum of digests: of disjoint shares, or of different tensors."""
-    return _text(sum(map(parse, digests)))
+    return text(sum(map(parse, digests)))
 
 
 def subtract(digest: str, *shares: str) -> str:
     """``digest`` without ``shares`` that it contains."""
-    return _text(parse(digest) - sum(map(parse, shares)))
+    return text(parse(digest) - sum(map(parse, shares)))
 
 
 def parse(digest: str) -> int:
@@ -126,7 +126,8 @@ def parse(digest: str) -> int:
     return int(match[1], 16)
 
 
-def _text(total: int) -> str:
+def text(total: int) -> str:
+    """The text of a sum of terms; the number is taken modulo 2^64."""
     return f"{SCHEME}:{total % _WORD:016x}"
 
 
@@ -158,6 +159,18 @@ def _sum_of_run(run: Tensor, first_key: int) -> int:
     )
 
 
+def terms_at(name: str, dtype: torch.dtype, shape: tuple[int, ...], indices: Tensor, values: Tensor) -> Tensor:
+    """[n] int64 on ``values``' device: each element's term, of which `positions_digest` is the sum. O(n).
+
+    Words that wrap: unsigned numbers of 64 bits, held in torch's signed ones.
+    """
+    seed, _ = _identity(name, dtype, shape)
+    patterns, found = bits.bit_view(bits.resolved(values)), []
+    for at, block in zip(indices.split(_block(patterns)), patterns.split(_block(patterns)), strict=True):
+        found.append(_mixed(at.to(values.device, torch.int64) * _signed(GAMMA) + _signed(seed), block))
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=values.device)
+
+
 def _sum_at(patterns: Tensor, indices: Tensor, seed: int) -> int:
     """Sum of the terms of a flat bit view at ``indices``, both on one device."""
     size = _block(patterns)
@@ -171,8 +184,16 @@ def _block(t: Tensor) -> int:
 
 def _mixed_sum(keys: Tensor, patterns: Tensor) -> int:
     """Sum of mix64(key XOR pattern) of two 1-D tensors, int64 and a bit view; may overwrite ``keys``."""
+    mixed = _mixed(keys, patterns)
     if keys.device.type != "cpu":
-        return _mixed_sum_of_signed(keys, patterns)
+        return int(mixed.sum())
+    return int(mixed.numpy().view(np.uint64).sum(dtype=np.uint64))
+
+
+def _mixed(keys: Tensor, patterns: Tensor) -> Tensor:
+    """mix64(key XOR pattern) of each pair; may overwrite ``keys``, and returns it."""
+    if keys.device.type != "cpu":
+        return _mixed_of_signed(keys, patterns)
     words = keys.numpy().view(np.uint64)
     unsigned = patterns.contiguous().numpy().view(_UNSIGNED[patterns.dtype])
     np.bitwise_xor(words, unsigned, out=words)
@@ -181,10 +202,10 @@ def _mixed_sum(keys: Tensor, patterns: Tensor) -> int:
         words ^= np.right_shift(words, np.uint64(shift), out=shifted)
         if factor != 1:
             words *= np.uint64(factor)
-    return int(words.sum(dtype=np.uint64))
+    return keys
 
 
-def _mixed_sum_of_signed(keys: Tensor, patterns: Tensor) -> int:
+def _mixed_of_signed(keys: Tensor, patterns: Tensor) -> Tensor:
     """The same in torch's signed words, on any device: what a shift or a widening fills with the sign is masked out."""
     zero_extended = patterns.to(torch.int64) & _signed((1 << 8 * patterns.element_size()) - 1)
     words = keys.bitwise_xor_(zero_extended)
@@ -192,7 +213,7 @@ def _mixed_sum_of_signed(keys: Tensor, patterns: Tensor) -> int:
         words ^= (words >> shift) & ((1 << 64 - shift) - 1)
         if factor != 1:
             words *= _signed(factor)
-    return int(words.sum())
+    return words
 
 
 def _signed(value: int) -> int:

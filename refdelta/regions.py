@@ -218,6 +218,12 @@ class LayoutMap:
         checkpoint does not have, ``shape_mismatch``, ``dtype_mismatch``, ``unmapped`` where no rule accounts for the
         tensor.
         """
+        self.check_patch(patch)
+        regions = self.regions_of(patch.name)
+        return list(_routed(patch, regions))
+
+    def check_patch(self, patch: TensorPatch) -> None:
+        """Raise what `route` raises for a patch that has no place here, or another shape or dtype."""
         info = self.sources.get(patch.name) or self.sources.get(self.aliases.get(patch.name, ""))
         if info is None:
             raise DeltaError(Reason.UNKNOWN_TENSOR, "the checkpoint has no tensor of this name", patch.name)
@@ -227,10 +233,9 @@ class LayoutMap:
             )
         if patch.values.dtype != info.dtype:
             raise DeltaError(Reason.DTYPE_MISMATCH, f"expected {info.dtype}, found {patch.values.dtype}", patch.name)
-        regions = self.regions_of(patch.name)
-        if not regions and patch.name not in self.dropped and patch.name not in self.aliases:
+        accounted = patch.name in self.dropped or patch.name in self.aliases
+        if not accounted and not self.regions_of(patch.name):
             raise DeltaError(Reason.UNMAPPED, "the layout map has no region for this tensor", patch.name)
-        return list(_routed(patch, regions))
 
     def check_aliases(self, patches: Sequence[TensorPatch]) -> None:
         """Refuse (``alias_conflict``) patches after which tied names would no longer hold equal bits.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from refdelta import bits
-from refdelta.layout_map import Box, LayoutMap, Region
-from refdelta.vllm.position_map import PositionMap
+from refdelta.layout_map import LayoutMap, Region
+from refdelta.vllm.position_map import PositionMap, positions
 
 __all__ = ["Attestation", "attest", "packed_layers"]
 
@@ -113,18 +113,10 @@ def _held(param: Tensor, shape: tuple[int, ...], place: PositionMap | None, regi
     if not param.is_contiguous():
         return "the parameter is not contiguous"
     if place is not None:
-        return bits.gather(param, place(_positions(region.param_box))).view(region.param_box.shape)
+        return bits.gather(param, place(positions(region.param_box))).view(region.param_box.shape)
     if tuple(param.shape) != shape:
         return f"its shape is {list(param.shape)} after loading, was {list(shape)}"
     return region.param_box.view(param)
-
-
-def _positions(box: Box) -> Tensor:
-    """The positions of a box's elements, in row-major order."""
-    positions = torch.tensor([box.offset])
-    for size, stride in zip(box.shape, box.strides, strict=True):
-        positions = (positions.unsqueeze(-1) + torch.arange(size) * stride).flatten()
-    return positions
 
 
 def _mismatch(held: Tensor, region: Region, source: Tensor) -> str | None:

@@ -1,9 +1,9 @@
 """The vLLM weight-transfer backend ``delta_snapshot``: sparse deltas in place, on all ranks or on none.
 
-``update_info`` is ``{"target_weights_path": DIR}``. A session is start, one or more updates, finish.
-`update_from` reads, validates and routes a delta and writes nothing; `finish_weight_update` writes. The ranks agree
-before the first write and after the last; one failure undoes all. Whatever fails, every rank reaches the agreement
-and only the highest rank raises, because vLLM's RPC channel falls out of step otherwise.
+``update_info`` is ``{"target_weights_path": DIR}``, a delta or a whole checkpoint. A session is start, one or more
+updates, finish. `update_from` reads, validates and routes and writes nothing; `finish_weight_update` writes. The ranks
+agree before the first write and after the last; one failure undoes all. Whatever fails, every rank reaches the
+agreement and only the highest rank raises, because vLLM's RPC channel falls out of step otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,13 +24,16 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
-from refdelta.spec import DeltaError, Reason
+from refdelta.spec import DeltaError, Reason, is_int
 from refdelta.vllm import compat
 from refdelta.vllm.allowlist import check_engine
-from refdelta.vllm.options import check_options
-from refdelta.vllm.ranks import Agreed, RankGroup, StepFailed
-from refdelta.vllm.session import Session, Target
+from refdelta.vllm.anchor import AnchorUpdate, Stated, is_checkpoint
+from refdelta.vllm.ledger import Ledger
+from refdelta.vllm.options import options_of
+from refdelta.vllm.ranks import Agreed, RankGroup, StepFailed, Told
+from refdelta.vllm.session import Session
 from refdelta.vllm.startup import prove
+from refdelta.vllm.update import Update
 
 __all__ = ["DeltaInitInfo", "DeltaSnapshotEngine", "DeltaUpdateInfo"]
 
@@ -44,13 +47,37 @@ class DeltaInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class DeltaUpdateInfo(WeightTransferUpdateInfo):
-    """Where the delta lies, on a file system that every rank reads."""
+    """Where a delta, or a checkpoint as an anchor, lies, on a file system that every rank reads."""
 
     target_weights_path: str
+    lineage: str | None = None
+    """See `Options`; for this session."""
+    repeat: str | None = None
+    mode: str | None = None
+    run_id: str | None = None
+    """Of an anchor: the run whose version it is."""
+    version: int | None = None
+    digest: str | None = None
+    """Of an anchor: the state digest that it must have."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.target_weights_path, str) or not self.target_weights_path:
             raise ValueError("target_weights_path must be a path")
+        if self.version is not None and (not is_int(self.version) or self.version < 0):
+            raise ValueError("version must be an integer >= 0")
+        if (self.run_id is None) != (self.version is None):
+            raise ValueError("run_id and version come together")
+
+
+@dataclass
+class Last:
+    """What the last update did on this rank; part of `DeltaSnapshotEngine.status`."""
+
+    changed: int
+    written: int
+    dropped: dict[str, str]
+    audited: int
+    seconds: dict[str, float]
 
 
 class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
@@ -64,13 +91,18 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         compat.check_version()
         check_engine(vllm_config, model)
-        check_options(vllm_config.additional_config)
+        self.options = options_of(vllm_config.additional_config)
         compat.wrap_worker()
         self.ranks = RankGroup.world()
-        self.target: Target = prove(model, compat.checkpoint_directory(self.model_config), self.ranks)
+        proved = prove(model, compat.checkpoint_directory(self.model_config), self.ranks)
+        self.target, self.shares, self.ledger = proved.target, proved.shares, proved.ledger
         self.session: Session | None = None
         self._sessions = 0
         self._fence: str | None = None
+        self._unaudited: str | None = None
+        self._cursor = 0
+        self._last: Last | None = None
+        self._error: DeltaError | None = None
 
     # --- the session, each step on all ranks together ---
 
@@ -85,10 +117,12 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
             logger.warning("refdelta: dropping update session %d, which was never finished", self.session.number)
         self._sessions += 1
         self.session = None
+        if self._unaudited is not None:
+            self.audit()
         self._step("start", self._open)
 
     def update_from(self, update_info: Any, rank: int) -> None:
-        """Stage one delta. ``update_info`` is a mapping, or a list of them by global rank."""
+        """Stage one delta or anchor. ``update_info`` is a mapping, or a list of them by global rank."""
         self._step("update", lambda: self._stage(_of_rank(update_info, rank)))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -97,22 +131,39 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
 
     def receive_weights(self, update_info: DeltaUpdateInfo) -> None:
         """Stage one delta from typed info."""
-        self.update_from({"target_weights_path": update_info.target_weights_path}, 0)
+        self.update_from(vars(update_info), 0)
 
     def finish_weight_update(self) -> None:
         """Write what was staged, on every rank or on none, and close the session."""
+        told = self._step("prepare", self._prepare)
         session = self.session
-        if not self._step("prepare", self._prepared) or session is None:
+        if told is None or session is None:
             return  # the rank that speaks has raised
+        update = session.update
+        if update is None:
+            self.session = None
+            return  # nothing was staged
+        ledger: list[Ledger] = []
+        if self._step("settle", lambda: ledger.append(update.settle(told, self.ledger))) is None:
+            return
         try:
-            self.ranks.together("write", session.write)
+            self.ranks.together("write", lambda: self._write(session, update))
         except StepFailed as failure:
-            self._undo(session, failure)
+            self._undo(update, failure)
             self._raise(failure)
+        else:
+            self._commit(session, update, ledger[0])
         finally:
             self.session = None
-        if session.dropped:
-            logger.info("refdelta: changes that this engine does not hold: %s", session.dropped)
+
+    def abort_weight_update(self) -> None:
+        """Drop the open session, if there is one; nothing of it was written."""
+
+        def drop() -> list[int | str]:
+            self.session = None
+            return []
+
+        self._step("abort", drop)
 
     def init_transfer_engine(self, init_info: DeltaInitInfo) -> None:
         """Nothing to connect."""
@@ -137,17 +188,51 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
 
         self._step("refuse", action)
 
+    # --- the state that is held ---
+
+    def status(self) -> dict[str, Any]:
+        """What this rank knows, as plain values; equal on every rank but for ``rank``, ``written`` and times."""
+        error = self._error
+        return {
+            "rank": self.ranks.rank,
+            "backend": "delta_snapshot",
+            "refdelta": compat.refdelta_version(),
+            "vllm": compat.installed_version(),
+            "run_id": self.ledger.run_id,
+            "version": self.ledger.version,
+            "digest": self.ledger.digest,
+            "verified": self.ledger.verified,
+            "fence": self._fence,
+            "session": self.session.number if self.session else None,
+            "staged": self.session.staged if self.session else 0,
+            "last_error": error and {"reason": error.reason.value, "detail": error.detail, "tensor": error.tensor},
+            "last_update": self._last and asdict(self._last),
+        }
+
+    def audit(self) -> dict[str, Any]:
+        """Hold every block of this rank against its digest. A mismatch on any rank fences the engine."""
+        numbers = self.shares.auditable
+        found = self.shares.differing(self.target.attestation.proved, numbers)
+        self._unaudited = None
+        for rank, other in enumerate(self.ranks.together("audit", lambda: Told(None, found))):
+            for name, where in other.items():
+                self._fence = self._fence or f"audit: rank {rank}: {name}: {where} changed without an update"
+        return {"rank": self.ranks.rank, "elements": self.shares.elements(numbers), "mismatched": found}
+
     def base_lost(self, why: str) -> None:
-        """The weights are no longer those that were attested: refuse deltas from now on."""
+        """The weights are no longer those of the ledger: refuse deltas until an anchor."""
         self.session = None
         self._fence = why
+
+    def base_uncertain(self, why: str) -> None:
+        """Something may have touched the weights (sleep and wake-up): audit all of them before the next update."""
+        self.session = None
+        self._unaudited = why
 
     # --- steps ---
 
     def _open(self) -> list[int | str]:
-        if self._fence is not None:
-            raise DeltaError(Reason.FENCED, self._fence)
-        self.session = Session(self._sessions, self.target)
+        self.session = Session(self._sessions, self.target, self.ledger, self.shares, self.options, fence=self._fence)
         return [self._sessions]
 
     def _opened(self) -> Session:
@@ -158,32 +243,68 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
     def _stage(self, update_info: Any) -> list[int | str]:
         session = self._opened()
         info = _parsed(self.parse_update_info, update_info)
-        return [session.number, session.stage(Path(info.target_weights_path))]
+        session.options = session.options.with_(vars(info))
+        path, stated = Path(info.target_weights_path), Stated(info.run_id, info.version, info.digest)
+        if is_checkpoint(path):
+            return [session.number, session.stage_anchor(path, stated, (self.ranks.rank, self.ranks.size))]
+        if stated != Stated():
+            raise DeltaError(
+                Reason.BAD_OPTION, "run_id, version and digest are said of anchors; a delta states its own"
+            )
+        return [session.number, session.stage(path)]
 
-    def _prepared(self) -> list[int | str]:
+    def _prepare(self) -> Told:
         session = self._opened()
-        return [session.number, *session.payloads]
+        update = session.prepared()
+        with session.timed("prepare"):
+            told = update.prepare() if update else {}
+        return Told([session.number, *session.fingerprints], told)
 
-    def _step(self, name: str, action: Callable[[], Agreed]) -> bool:
-        """A step on all ranks that writes nothing. Where it fails anywhere, the session ends everywhere."""
+    def _write(self, session: Session, update: Update) -> None:
+        with session.timed("write"):
+            update.write()
+        with session.timed("audit"):
+            self._check(session, update)
+
+    def _check(self, session: Session, update: Update) -> None:
+        """Hold what was touched, and a share of the rest, against the digests as they should be now."""
+        after, budget = update.shares(), self.options.audit_budget(update.changed)
+        numbers, self._cursor = after.rota(update.touched(), budget, self._cursor, whole=update.audit_whole)
+        session.audited = after.elements(numbers)
+        for name, where in after.differing(self.target.attestation.proved, numbers).items():
+            raise DeltaError(Reason.DIGEST_MISMATCH, f"{where} is not what the engine's digest says", name)
+
+    def _commit(self, session: Session, update: Update, ledger: Ledger) -> None:
+        self.ledger, self.shares = ledger, update.shares()
+        if isinstance(update, AnchorUpdate):
+            self._fence = self._unaudited = None
+        self._error = None
+        seconds = {phase: round(took, 6) for phase, took in session.seconds.items()}
+        self._last = Last(update.changed, update.written, dict(update.dropped), session.audited, seconds)
+        logger.info("refdelta: %s; %s", ledger.name, self._last)
+
+    def _step(self, name: str, action: Callable[[], Agreed | Told]) -> list[Any] | None:
+        """A step on all ranks that writes nothing; what each rank told. Where it fails anywhere, the session ends."""
         try:
-            self.ranks.together(name, action)
+            return self.ranks.together(name, action)
         except StepFailed as failure:
             self.session = None
             self._raise(failure)
-            return False
-        return True
+            return None
 
     def _raise(self, failure: StepFailed) -> None:
+        self._error = failure
         if self.ranks.speaks:
             raise failure
         logger.error("refdelta: %s (rank %d raises it)", failure, self.ranks.size - 1)
 
-    def _undo(self, session: Session, failure: StepFailed) -> None:
+    def _undo(self, update: Update, failure: StepFailed) -> None:
         try:
-            self.ranks.together("undo", session.undo)
+            self.ranks.together("undo", update.undo)
         except StepFailed as second:
             _end_engine(f"{failure}; then {second}")
+        if failure.reason is Reason.DIGEST_MISMATCH:
+            self.audit()  # what differs without an update fences the engine
 
 
 def _of_rank(update_info: Any, rank: int) -> Any:

@@ -25,6 +25,7 @@ __all__ = [
     "checkpoint_directory",
     "installed_version",
     "keep_cpu_weights_unpacked",
+    "refdelta_version",
     "wrap_worker",
 ]
 
@@ -53,6 +54,14 @@ def installed_version() -> str:
         except PackageNotFoundError:
             continue
     return "unknown"
+
+
+def refdelta_version() -> str:
+    """The version of this package."""
+    try:
+        return version("refdelta")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def check_version() -> None:
@@ -133,6 +142,8 @@ def wrap_worker() -> None:
     _check_worker(Worker)
     for name, replacement in _replacements().items():
         setattr(Worker, name, _for_this_backend(getattr(Worker, name), replacement))
+    for name, method in _ADDED.items():
+        setattr(Worker, name, method)
     Worker.refdelta_wrapped = True
 
 
@@ -182,6 +193,27 @@ def _replacements() -> dict[str, _Replacement]:
     }
 
 
+def _added(call: Callable[[DeltaSnapshotEngine], Any]) -> _Original:
+    """A method of the Worker for ``collective_rpc``, for workers that use this backend."""
+
+    def method(worker: Any) -> Any:
+        engine = worker.weight_transfer_engine
+        try:
+            return call(engine)
+        finally:
+            worker._weight_update_active = engine.is_open
+
+    return method
+
+
+_ADDED: dict[str, _Original] = {
+    "refdelta_status": _added(lambda engine: engine.status()),
+    "refdelta_audit": _added(lambda engine: engine.audit()),
+    "refdelta_abort": _added(lambda engine: engine.abort_weight_update()),
+}
+"""Answers are plain values, one of each rank."""
+
+
 def _init(worker: Any, engine: DeltaSnapshotEngine, original: _Original, init_info: dict[str, Any]) -> None:
     engine.init_from(init_info)
 
@@ -209,5 +241,5 @@ def _finish(worker: Any, engine: DeltaSnapshotEngine, original: _Original) -> No
 
 
 def _reload(worker: Any, engine: DeltaSnapshotEngine, original: _Original, *args: Any, **kwargs: Any) -> None:
-    engine.base_lost("reload_weights replaced the weights; restart the engine to send deltas again")
+    engine.base_lost("reload_weights replaced the weights")
     original(worker, *args, **kwargs)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from refdelta import bits
+from refdelta.layout_map import Box
 
-__all__ = ["PositionMap"]
+__all__ = ["PositionMap", "positions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +106,11 @@ class PositionMap:
 
 def _compact(table: Tensor) -> Tensor:
     return table.to(torch.int32) if not len(table) or int(table.abs().max()) < 2**31 else table
+
+
+def positions(box: Box) -> Tensor:
+    """The positions of a box's elements, in row-major order."""
+    positions = torch.tensor([box.offset])
+    for size, stride in zip(box.shape, box.strides, strict=True):
+        positions = (positions.unsqueeze(-1) + torch.arange(size) * stride).flatten()
+    return positions

@@ -13,10 +13,18 @@ from typing import Any, TypeAlias
 
 from refdelta.spec import DeltaError, Reason
 
-__all__ = ["Agreed", "RankGroup", "StepFailed"]
+__all__ = ["Agreed", "RankGroup", "StepFailed", "Told"]
 
 Agreed: TypeAlias = list[int | str] | None
 """What a step did, for all ranks to have done alike; a type that JSON carries, so that a report cannot fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a step did, and besides what this rank tells the others of itself; both of types that JSON carries."""
+
+    agreed: Agreed
+    told: Any
 
 
 class StepFailed(DeltaError):
@@ -53,15 +61,18 @@ class RankGroup:
         """Whether this is the one rank that raises for all."""
         return self.rank == self.size - 1
 
-    def together(self, step: str, action: Callable[[], Agreed]) -> None:
-        """Run ``action`` here and learn how it went on every rank. ``action`` may return what all ranks must agree on.
+    def together(self, step: str, action: Callable[[], Agreed | Told]) -> list[Any]:
+        """Run ``action`` here and learn how it went on every rank; returns what each rank told, in rank order.
+
+        ``action`` may return what all ranks must agree on, with or without something to tell.
 
         Raises `StepFailed` on every rank alike: the first failing rank's error, or ``rank_disagreement``. Callers let
         it reach vLLM on the rank that `speaks` only.
         """
-        report: dict[str, object] = {"step": step, "agreed": None, "error": None}
+        report: dict[str, object] = {"step": step, "agreed": None, "told": None, "error": None}
         try:
-            report["agreed"] = action()
+            done = action()
+            report["agreed"], report["told"] = (done.agreed, done.told) if isinstance(done, Told) else (done, None)
         except Exception as error:  # any failure here must become every rank's knowledge, whatever it is
             report["error"] = _described(error)
         reports = [json.loads(text) for text in self.gather(json.dumps(report))]
@@ -71,6 +82,7 @@ class RankGroup:
         found = {json.dumps([other["step"], other["agreed"]], sort_keys=True) for other in reports}
         if len(found) > 1:
             raise StepFailed(Reason.RANK_DISAGREEMENT, f"the ranks do not agree in {step}: {sorted(found)}")
+        return [other["told"] for other in reports]
 
 
 def _described(error: Exception) -> list[str | None]:

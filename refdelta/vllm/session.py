@@ -1,128 +1,144 @@
-"""One update session on one rank: staged and validated first, then written, checked, and undone if any rank failed."""
+"""One update session on one rank: what was staged in it, and what all of it together will write."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor
+import torch
 
 from refdelta import bits
 from refdelta.apply import read_delta
-from refdelta.layout_map import LayoutMap, RoutedPatch
-from refdelta.spec import DELTA_FILE, METADATA_FILE, Delta, DeltaError, Reason, TensorPatch
-from refdelta.vllm.attest import Attestation
-from refdelta.vllm.position_map import PositionMap
-from refdelta.vllm.postload import Standing
+from refdelta.composition import compose, join
+from refdelta.spec import Delta, DeltaError, Reason
+from refdelta.vllm.anchor import AnchorUpdate, Stated
+from refdelta.vllm.ledger import Ledger
+from refdelta.vllm.modes import update_of
+from refdelta.vllm.options import Options
+from refdelta.vllm.shares import Shares
+from refdelta.vllm.target import Target
+from refdelta.vllm.update import Update
 
-__all__ = ["Session", "Target"]
-
-
-@dataclass(frozen=True)
-class Target:
-    """What this rank may write to: its layout, the proof of it, and what other ranks' proofs exclude."""
-
-    layout: LayoutMap
-    attestation: Attestation
-    refused: Mapping[str, str]
-    """Checkpoint tensor -> why no delta may touch it, on any rank."""
-    places: Mapping[str, PositionMap] = field(default_factory=dict)
-    """Parameter -> where the elements went that were loaded into it, of those that the engine rearranged."""
-    standings: Mapping[str, Standing] = field(default_factory=dict)
-    """Runtime name, or dropped checkpoint tensor -> what became of it after loading."""
-
-    def route(self, patch: TensorPatch) -> list[RoutedPatch]:
-        """Where a patch's elements stand in the live parameters, in O(changed); raises as `LayoutMap.route`."""
-        return [
-            RoutedPatch(piece.param, place(piece.indices), piece.values)
-            if (place := self.places.get(piece.param))
-            else piece
-            for piece in self.layout.route(patch)
-        ]
+__all__ = ["Session"]
 
 
 @dataclass
 class Session:
-    """An open update: staged patches, then old values once written."""
+    """An open update: deltas staged one after the other, or an anchor alone."""
 
     number: int
     target: Target
-    staged: list[RoutedPatch] = field(default_factory=list)
-    payloads: list[str] = field(default_factory=list)
-    """SHA-256 over payload and metadata of each staged delta: what the ranks agree on."""
-    dropped: dict[str, str] = field(default_factory=dict)
-    """Checkpoint tensors whose changes this engine rightly does not hold, with the reason."""
-    _old: list[RoutedPatch] = field(default_factory=list)
+    ledger: Ledger
+    shares: Shares
+    options: Options
+    """As overridden by the updates of this session."""
+    fence: str | None = None
+    """Why the engine takes nothing but an anchor."""
+    deltas: list[Delta] = field(default_factory=list)
+    fingerprints: list[str] = field(default_factory=list)
+    """Of each staged delta or anchor: what the ranks agree on."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Phase -> seconds that it took on this rank."""
+    update: Update | None = None
+    """What will be written; made when everything is staged."""
+    audited: int = 0
+    """Elements held against their digests after the write."""
+
+    @property
+    def staged(self) -> int:
+        """Deltas and anchors staged so far."""
+        return len(self.fingerprints)
 
     def stage(self, path: Path) -> str:
-        """Read, validate and route one delta; returns its payload hash. Nothing is written.
+        """Read and validate one delta, or one part of one; returns its fingerprint. Nothing is written.
 
         Raises `DeltaError`; what was staged before stays staged.
         """
-        payload = _hash(path)
-        delta = read_delta(path)
-        self._validate(delta)
-        layout = self.target.layout
-        self.staged += [piece for patch in delta.patches for piece in self._route(patch)]
-        self.payloads.append(payload)
-        self.dropped |= {p.name: layout.dropped[p.name] for p in delta.patches if p.name in layout.dropped}
-        return payload
+        if self.fence is not None:
+            raise DeltaError(Reason.FENCED, f"{self.fence}; only an anchor is taken")
+        if self.fingerprints and not self.deltas:
+            raise DeltaError(Reason.BAD_OPTION, "an anchor is staged in this session; finish it first")
+        with self.timed("read"):
+            delta = read_delta(path)
+            fingerprint = _fingerprint(delta)
+        with self.timed("stage"):
+            if not self.deltas and not self.ledger.holds(delta.lineage):
+                self.ledger.check_base(delta.lineage, self.options)
+            self.target.validate(delta, whole=False)
+            self.deltas.append(delta)
+            self.fingerprints.append(fingerprint)
+            self.update = None
+            if len(self.deltas) == 1 and not _is_partial(delta):
+                self.update = self._whole()
+        return fingerprint
 
-    def write(self) -> None:
-        """Write every staged value in place, keep the old ones, and read back what was written.
+    def stage_anchor(self, path: Path, stated: Stated, turn: tuple[int, int]) -> str:
+        """Read and validate a whole checkpoint; see `AnchorUpdate.read`. Nothing is written."""
+        if self.fingerprints:
+            raise DeltaError(Reason.BAD_OPTION, "an anchor comes alone; something is staged in this session already")
+        with self.timed("read"):
+            self.update = AnchorUpdate.read(path, self.target, self.shares, stated, turn)
+        self.fingerprints.append(self.update.fingerprint)
+        return self.update.fingerprint
 
-        Raises `DeltaError` (``write_failed``, ``unattested``); `undo` then restores what was written so far.
-        """
-        if moved := self.target.attestation.moved():
-            raise DeltaError(Reason.UNATTESTED, "the engine replaced this parameter's storage", moved[0])
-        for piece in self.staged:
-            tensor = self._tensor(piece.param)
-            self._old.append(RoutedPatch(piece.param, piece.indices, bits.gather(tensor, piece.indices)))
-            _put(tensor, piece)
+    def prepared(self) -> Update | None:
+        """What will be written; None where nothing was staged. Raises `DeltaError` (``incomplete``, ...)."""
+        if self.update is None and self.deltas:
+            with self.timed("stage"):
+                self.update = self._whole()
+        return self.update
 
-    def undo(self) -> None:
-        """Write the old values back, last written first. Raises `DeltaError` (``write_failed``) if it cannot."""
-        while self._old:
-            piece = self._old[-1]
-            _put(self._tensor(piece.param), piece)
-            self._old.pop()
+    def _whole(self) -> Update:
+        delta = _combined(self.deltas)
+        repeated = self.ledger.holds(delta.lineage)
+        if not repeated:
+            self.ledger.check_base(delta.lineage, self.options)
+        if repeated and self.options.repeat == "skip":
+            delta = Delta((), delta.total_elements, delta.lineage)
+        return update_of(self.options.mode, delta, self.target, self.shares, repeated=repeated)
 
-    def _validate(self, delta: Delta) -> None:
-        layout = self.target.layout
-        layout.check_aliases(delta.patches)
-        for patch in delta.patches:
-            refusal = self.target.refused.get(layout.aliases.get(patch.name, patch.name))
-            if refusal is not None:
-                raise DeltaError(Reason.UNATTESTED, refusal, patch.name)
-
-    def _route(self, patch: TensorPatch) -> list[RoutedPatch]:
-        return [self._placed(piece) for piece in self.target.route(patch)]
-
-    def _placed(self, piece: RoutedPatch) -> RoutedPatch:
-        device = self._tensor(piece.param).device
-        return RoutedPatch(piece.param, piece.indices.to(device), piece.values.to(device))
-
-    def _tensor(self, param: str) -> Tensor:
-        return self.target.attestation.proved[param]
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add what a block takes to `seconds`."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
 
 
-def _put(tensor: Tensor, piece: RoutedPatch) -> None:
-    bits.scatter_(tensor, piece.indices, piece.values)
-    if not bits.equal(bits.gather(tensor, piece.indices), piece.values):
-        raise DeltaError(Reason.WRITE_FAILED, f"{piece.param}: what was written does not read back")
+def _combined(deltas: Sequence[Delta]) -> Delta:
+    """The deltas of a session as one: parts joined, what follows each other composed."""
+    whole: list[Delta] = []
+    parts: list[Delta] = []
+    for delta in deltas:
+        if not _is_partial(delta):
+            whole.append(delta)
+            continue
+        assert delta.lineage is not None
+        assert delta.lineage.part is not None
+        parts.append(delta)
+        if len(parts) == delta.lineage.part[1]:
+            whole.append(join(parts))
+            parts = []
+    if parts:
+        join(parts)  # raises: it lacks some
+    return whole[0] if len(whole) == 1 else compose(whole)
 
 
-def _hash(path: Path) -> str:
-    """SHA-256 over the digests of payload and metadata: one text that every rank must have read alike."""
-    whole = hashlib.sha256()
-    try:
-        for name in (DELTA_FILE, METADATA_FILE):
-            with (path / name).open("rb") as file:
-                whole.update(hashlib.file_digest(file, "sha256").digest())
-    except FileNotFoundError as error:
-        raise DeltaError(Reason.NOT_A_DELTA, f"{path} has no {name}") from error
-    except OSError as error:
-        raise DeltaError(Reason.UNREADABLE, f"{path / name}: {error.strerror}") from error
+def _is_partial(delta: Delta) -> bool:
+    return delta.lineage is not None and delta.lineage.is_partial
+
+
+def _fingerprint(delta: Delta) -> str:
+    """SHA-256 over what was read of a delta, the part that matters: one text that every rank must have alike."""
+    whole = hashlib.sha256(repr((delta.total_elements, delta.lineage and delta.lineage.to_json())).encode())
+    for patch in delta.patches:
+        whole.update(repr((patch.name, patch.shape, patch.indices.dtype, patch.dtype, patch.changed)).encode())
+        for tensor in (patch.indices, patch.values):
+            whole.update(bits.bit_view(tensor.contiguous()).view(torch.uint8).cpu().numpy().data)
     return whole.hexdigest()

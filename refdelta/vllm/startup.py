@@ -4,31 +4,44 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 from vllm.logger import init_logger
 
+from refdelta import digest
 from refdelta.checkpoint import Checkpoint
-from refdelta.layout_map import Box, LayoutMap, TensorInfo, uncovered_elements
+from refdelta.layout_map import LayoutMap
 from refdelta.spec import DeltaError, Reason
 from refdelta.vllm.attest import Attestation, attest, packed_layers
 from refdelta.vllm.compat import installed_version
 from refdelta.vllm.experts import as_loaded, expert_layers, kernel, reads_live_weights
+from refdelta.vllm.ledger import Ledger
 from refdelta.vllm.position_map import PositionMap
 from refdelta.vllm.postload import Standing, recover_permutations, verdicts
 from refdelta.vllm.ranks import RankGroup
-from refdelta.vllm.session import Target
+from refdelta.vllm.shares import Boxes, Shares, boxes_by_source, census, header_sum, held_nowhere
+from refdelta.vllm.target import Target
 from refdelta.vllm.trace import runtime_tensors, trace_model
 
-__all__ = ["prove"]
+__all__ = ["Proved", "prove"]
 
 logger = init_logger("vllm.refdelta")  # under vLLM's logger, so that its handlers show it
 
 
-def prove(model: nn.Module, checkpoint_dir: Path, ranks: RankGroup) -> Target:
-    """Trace the layout, attest it against the checkpoint, and combine the ranks' findings.
+@dataclass(frozen=True)
+class Proved:
+    """What an engine starts with."""
+
+    target: Target
+    shares: Shares
+    ledger: Ledger
+
+
+def prove(model: nn.Module, checkpoint_dir: Path, ranks: RankGroup) -> Proved:
+    """Trace the layout, attest it against the checkpoint, combine the ranks' findings, and take the digest of it all.
 
     Raises `DeltaError` (``unsupported_engine``) where the engine reads packed copies of its weights, or rearranged its
     experts in a way that could not be recovered.
@@ -40,13 +53,31 @@ def prove(model: nn.Module, checkpoint_dir: Path, ranks: RankGroup) -> Target:
         with as_loaded(model):
             layout = trace_model(model, {name: (info.shape, info.dtype) for name, info in infos.items()})
         attestation = attest(runtime_tensors(model), layout, checkpoint, places)
-    _refuse_experts(attestation, places, ranks)
-    refused = _refused_anywhere(layout, attestation, ranks)
-    standings = verdicts(model, layout, attestation, places, packed=())
-    _log(layout, attestation, standings, refused, ranks)
-    return Target(
-        layout, attestation, refused, {k: v for k, v in places.items() if isinstance(v, PositionMap)}, standings
-    )
+        _refuse_experts(attestation, places, ranks)
+        boxes = [json.loads(text) for text in ranks.gather(json.dumps(boxes_by_source(layout)))]
+        refused = _refused_anywhere(layout, attestation, boxes, ranks)
+        standings = verdicts(model, layout, attestation, places, packed=())
+        _log(layout, attestation, standings, refused, ranks)
+        moved = {name: place for name, place in places.items() if isinstance(place, PositionMap)}
+        target = Target(layout, attestation, refused, moved, standings, model)
+        shares = Shares.of(layout, moved, census(layout, boxes, ranks.rank, refused))
+        shares = shares.with_values(shares.measured(runtime_tensors(model)))
+        return Proved(target, shares, _ledger(shares, checkpoint, ranks))
+
+
+def _ledger(shares: Shares, checkpoint: Checkpoint, ranks: RankGroup) -> Ledger:
+    """The digest of every tensor: of those that the ranks count from memory, of the others from the files."""
+    sources, counted = shares.layout.sources, shares.census.counted
+    rest = sorted(sources.keys() - counted)
+    mine = shares.owned_sums(shares.values)
+    for name in rest[ranks.rank :: ranks.size]:
+        mine[name] = digest.parse(digest.tensor_digest(name, checkpoint[name]))
+    layers = {name: header_sum(name, sources[name]) if name in counted else 0 for name in sources}
+    for text in ranks.gather(json.dumps(mine)):
+        for name, share in json.loads(text).items():
+            layers[name] = (layers[name] + int(share)) % (1 << 64)
+    dropped = {name: shares.layout.dropped.get(name, "no rank holds the whole of it") for name in rest}
+    return Ledger(layers, dropped)
 
 
 def _refuse_packed(model: nn.Module) -> None:
@@ -75,42 +106,17 @@ def _refuse_experts(attestation: Attestation, places: Collection[str], ranks: Ra
             )
 
 
-def _refused_anywhere(layout: LayoutMap, attestation: Attestation, ranks: RankGroup) -> dict[str, str]:
+def _refused_anywhere(
+    layout: LayoutMap, attestation: Attestation, boxes: Sequence[Boxes], ranks: RankGroup
+) -> dict[str, str]:
     """Checkpoint tensor -> why no delta may touch it: a parameter that failed on any rank, or elements on no rank."""
     mine = {
-        "refused": {
-            r.source: f"{r.param}: {attestation.failed[r.param]}"
-            for r in layout.regions
-            if r.param in attestation.failed
-        },
-        "boxes": _boxes(layout),
+        r.source: f"{r.param}: {attestation.failed[r.param]}" for r in layout.regions if r.param in attestation.failed
     }
-    everybody = [json.loads(text) for text in ranks.gather(json.dumps(mine))]
     refused: dict[str, str] = {}
-    for rank, other in enumerate(everybody):
-        refused |= {name: f"rank {rank}: {why}" for name, why in other["refused"].items()}
-    refused |= _held_nowhere(layout.sources, [other["boxes"] for other in everybody])
-    return refused
-
-
-def _boxes(layout: LayoutMap) -> dict[str, list[list[object]]]:
-    boxes: dict[str, list[list[object]]] = {}
-    for region in layout.regions:
-        box = region.source_box
-        boxes.setdefault(region.source, []).append([box.offset, box.shape, box.strides])
-    return boxes
-
-
-def _held_nowhere(
-    sources: Mapping[str, TensorInfo], by_rank: list[dict[str, list[tuple[int, list[int], list[int]]]]]
-) -> dict[str, str]:
-    """Tensors of which some elements are on no rank although others are: a delta could be lost there in silence."""
-    found: dict[str, str] = {}
-    for name, info in sources.items():
-        boxes = {Box(o, tuple(n), tuple(s)) for held in by_rank for o, n, s in held.get(name, [])}
-        if boxes and (missing := uncovered_elements(info, sorted(boxes, key=lambda box: box.offset))):
-            found[name] = f"{missing} of its {info.numel} elements are on no rank"
-    return found
+    for rank, other in enumerate(json.loads(text) for text in ranks.gather(json.dumps(mine))):
+        refused |= {name: f"rank {rank}: {why}" for name, why in other.items()}
+    return refused | held_nowhere(layout.sources, boxes)
 
 
 def _log(

@@ -89,11 +89,25 @@ def _plain_sum(seed: int, words: oracle.Bits) -> int:
 
 
 @pytest.mark.parametrize("code", ["U8", "BF16", "F32", "F64", "C64"])
-def test_signed_words_give_the_same_sum(code: str) -> None:
+def test_signed_words_give_the_same_terms(code: str) -> None:
     """What runs on other devices, run here."""
     view = bits.bit_view(oracle.from_bits(strategies.SPECIALS[code], code, (len(strategies.SPECIALS[code]),)))
     keys = torch.arange(len(view)) * 0x1E3779B97F4A7C15 - 2**62
-    assert digest._mixed_sum_of_signed(keys.clone(), view) % 2**64 == digest._mixed_sum(keys.clone(), view) % 2**64
+    assert digest._mixed_of_signed(keys.clone(), view).tolist() == digest._mixed(keys.clone(), view).tolist()
+
+
+@pytest.mark.parametrize("block", [1, 3, 1 << 15])
+def test_terms_add_up_to_the_share(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each element's own term, whatever the size of the pieces in which they are mixed; none of nothing."""
+    monkeypatch.setattr(digest, "_CPU_BLOCK", block)
+    values = torch.tensor([0x3F80, -0x8000, 0x7FC1, 0, 5], dtype=torch.int16).view(torch.bfloat16)
+    indices = torch.tensor([0, 3, 4, 10, 14], dtype=torch.int32)
+    terms = digest.terms_at("w", torch.bfloat16, (3, 5), indices, values)
+    assert terms.shape == (5,)
+    assert digest.text(int(terms.sum())) == digest.positions_digest("w", torch.bfloat16, (3, 5), indices, values)
+    one = digest.positions_digest("w", torch.bfloat16, (3, 5), indices[2:3], values[2:3])
+    assert digest.text(int(terms[2])) == one
+    assert digest.terms_at("w", torch.bfloat16, (3, 5), indices[:0], values[:0]).tolist() == []
 
 
 def test_mix64_is_a_bijection() -> None:

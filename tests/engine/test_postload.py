@@ -17,7 +17,7 @@ from refdelta.vllm.attest import attest
 from refdelta.vllm.forked import ChildFailed, in_child
 from refdelta.vllm.position_map import PositionMap
 from refdelta.vllm.postload import NotAPermutation, Verdict, permutations, verdicts
-from refdelta.vllm.session import Target
+from refdelta.vllm.target import Target
 from tests.engine.test_position_map import blocks
 
 BF16 = torch.bfloat16
@@ -272,9 +272,11 @@ def test_routing_through_places_equals_laying_out_and_packing() -> None:
     values = words(9, (4,))
     after["e1"].view(-1)[indices.long()] = values
     held = packed(CHECKPOINT)
-    (piece,) = target.route(TensorPatch("e1", (3, 5), indices, values))
+    (piece,) = target.route(TensorPatch("e1", (3, 5), indices, values), [7], layout().regions_of("e1"))
+    assert piece.region == 7
+    assert piece.positions.tolist() == indices.tolist()
     assert piece.param == "experts"
     bits.scatter_(held, piece.indices, piece.values)
     assert bits.equal(held, packed(after))
-    (plain,) = target.route(TensorPatch("p", (4, 3), indices[:2], values[:2]))
+    (plain,) = target.route(TensorPatch("p", (4, 3), indices[:2], values[:2]), [0], layout().regions_of("p"))
     assert plain.indices.tolist() == [0, 4]

@@ -13,16 +13,16 @@ from typing import Any
 
 from torch import Tensor, distributed
 
-from refdelta.layout_map import RoutedPatch
-from refdelta.vllm import session
+from refdelta.vllm import update
+from refdelta.vllm.target import Piece
 
 FAULT = "REFDELTA_TEST_FAULT"
 
-_write = session._put
+_write = update._put
 _calls: dict[str, int] = {}
 
 
-def _put(tensor: Tensor, piece: RoutedPatch) -> None:
+def _put(tensor: Tensor, piece: Piece) -> None:
     text = Path(os.environ[FAULT]).read_text()
     if text:
         _fail_if_due(text, json.loads(text))
@@ -36,4 +36,4 @@ def _fail_if_due(text: str, fault: dict[str, Any]) -> None:
         raise RuntimeError("injected: the memory is gone")
 
 
-session._put = _put
+update._put = _put

@@ -13,56 +13,59 @@ from dataclasses import replace
 from torch import Tensor
 
 from refdelta import bits, encode
-from refdelta.layout_map import RoutedPatch
 from refdelta.spec import TensorPatch
-from refdelta.vllm import session
+from refdelta.vllm import update
 from refdelta.vllm.ranks import RankGroup
+from refdelta.vllm.shares import Shares
+from refdelta.vllm.target import Piece, Target
 
-Route = Callable[[session.Session, TensorPatch], list[RoutedPatch]]
+Route = Callable[[Target, Shares, TensorPatch], list[Piece]]
 
 
 def fused_weights_skipped() -> None:
     """q, k, v, gate and up are not runtime parameters, so their changes go nowhere."""
-    original = session.Session._route
+    original = update._route
 
-    def route(self: session.Session, patch: TensorPatch) -> list[RoutedPatch]:
-        return [piece for piece in original(self, patch) if not re.search("qkv_proj|gate_up_proj", piece.param)]
+    def route(target: Target, shares: Shares, patch: TensorPatch) -> list[Piece]:
+        return [
+            piece for piece in original(target, shares, patch) if not re.search("qkv_proj|gate_up_proj", piece.param)
+        ]
 
-    _patch(session.Session, "_route", route)
+    _patch(update, "_route", route)
 
 
 def k_and_v_swapped() -> None:
     """The changes of k_proj land in v_proj's rows, and the reverse."""
-    _patch(session.Session, "_route", _renaming("k_proj", "v_proj"))
+    _patch(update, "_route", _renaming("k_proj", "v_proj"))
 
 
 def q_norm_and_k_norm_swapped() -> None:
     """The changes of q_norm land in k_norm, and the reverse."""
-    _patch(session.Session, "_route", _renaming("q_norm", "k_norm"))
+    _patch(update, "_route", _renaming("q_norm", "k_norm"))
 
 
 def second_rank_gets_first_rows() -> None:
     """Rank 1 writes rank 0's half of every row-sharded projection into its own shard."""
-    original = session.Session._route
+    original = update._route
 
-    def route(self: session.Session, patch: TensorPatch) -> list[RoutedPatch]:
+    def route(target: Target, shares: Shares, patch: TensorPatch) -> list[Piece]:
         if RankGroup.world().rank != 1 or not re.search("(q|k|v|gate|up)_proj", patch.name):
-            return original(self, patch)
+            return original(target, shares, patch)
         half = patch.numel // 2
         mine = patch.indices < half
-        return original(self, replace(patch, indices=patch.indices[mine] + half, values=patch.values[mine]))
+        return original(target, shares, replace(patch, indices=patch.indices[mine] + half, values=patch.values[mine]))
 
-    _patch(session.Session, "_route", route)
+    _patch(update, "_route", route)
 
 
 def values_added() -> None:
     """Values are taken for differences."""
 
-    def put(tensor: Tensor, piece: RoutedPatch) -> None:
+    def put(tensor: Tensor, piece: Piece) -> None:
         old = bits.gather(tensor, piece.indices)
         bits.scatter_(tensor, piece.indices, old + piece.values)
 
-    _patch(session, "_put", put)
+    _patch(update, "_put", put)
 
 
 def encoded_by_value() -> None:
@@ -78,11 +81,11 @@ def encoded_by_value() -> None:
 def written_by_value() -> None:
     """The backend skips elements that hold an equal number already: a sign of zero is not written."""
 
-    def put(tensor: Tensor, piece: RoutedPatch) -> None:
+    def put(tensor: Tensor, piece: Piece) -> None:
         differs = bits.gather(tensor, piece.indices) != piece.values
         bits.scatter_(tensor, piece.indices[differs], piece.values[differs])
 
-    _patch(session, "_put", put)
+    _patch(update, "_put", put)
 
 
 def first_rank_raises_alone() -> None:
@@ -101,12 +104,12 @@ class _Overlay:
 
 
 def _renaming(one: str, other: str) -> Route:
-    original = session.Session._route
+    original = update._route
     names = {one: other, other: one}
 
-    def route(self: session.Session, patch: TensorPatch) -> list[RoutedPatch]:
+    def route(target: Target, shares: Shares, patch: TensorPatch) -> list[Piece]:
         name = re.sub(f"{one}|{other}", lambda found: names[found.group()], patch.name)
-        return original(self, replace(patch, name=name))
+        return original(target, shares, replace(patch, name=name))
 
     return route
 

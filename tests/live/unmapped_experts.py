@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from refdelta.layout_map import RoutedPatch
+from collections.abc import Sequence
+from dataclasses import replace
+
+from refdelta.layout_map import Region
 from refdelta.spec import TensorPatch
-from refdelta.vllm.session import Target
+from refdelta.vllm.target import Piece, Target
+
+_route = Target.route
 
 
-def _route_as_loaded(self: Target, patch: TensorPatch) -> list[RoutedPatch]:
-    return self.layout.route(patch)
+def _route_as_loaded(
+    self: Target, patch: TensorPatch, numbers: Sequence[int], regions: Sequence[Region]
+) -> list[Piece]:
+    return _route(replace(self, places={}), patch, numbers, regions)
 
 
 setattr(Target, "route", _route_as_loaded)  # noqa: B010  # a method is replaced on purpose
