@@ -116,6 +116,10 @@ class Engine:
         """Every rank writes its weights to ``directory``; returns the files."""
         return list(self.llm.collective_rpc("probe_dump", args=(directory,)))
 
+    def rpc(self, method: str, arguments: list[Any] | None = None) -> list[Any]:
+        """A method of every worker, with plain values; the answers in rank order."""
+        return list(self.llm.collective_rpc(method, args=tuple(arguments or ())))
+
     def load(self, checkpoint: str, changes: str) -> None:
         """Every rank loads the checkpoint anew, with the tensors of the file ``changes`` in place of its own."""
         self.llm.collective_rpc("probe_load", args=(checkpoint, changes))

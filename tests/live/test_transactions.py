@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -37,9 +38,10 @@ class Rig:
         out.mkdir()
         return [Path(file).read_bytes() for file in self.host.call("dump", directory=str(out))]
 
-    def break_write(self, rank: int, call: int, *, undo: bool = False) -> None:
-        """Make the ``call``-th write of ``rank`` fail from now on."""
-        self.fault.write_text(json.dumps({"rank": rank, "call": call, "undo": undo, "n": next(self.numbers)}))
+    def fail(self, point: str, ranks: Sequence[int], call: int = 1, **how: bool) -> None:
+        """Make the ``call``-th passage of ``point`` fail on ``ranks`` from now on (`tests.live.faults`)."""
+        fault = {"point": point, "ranks": list(ranks), "call": call, "n": next(self.numbers), **how}
+        self.fault.write_text(json.dumps(fault))
 
     def mend(self) -> None:
         """No fault any more."""
@@ -48,6 +50,15 @@ class Rig:
     def sync(self, info: object) -> str | None:
         """One whole update; the error's text, or None."""
         found: str | None = self.host.call("sync", info=info)
+        return found
+
+    def status(self) -> dict[str, Any]:
+        """What every rank says alike."""
+        answers = self.host.call("rpc", method="refdelta_status")
+        own = ("rank", "last_update")
+        first, *others = [{key: value for key, value in answer.items() if key not in own} for answer in answers]
+        assert all(other == first for other in others), answers
+        found: dict[str, Any] = first
         return found
 
     def in_step(self, ranks: int) -> None:
@@ -90,22 +101,33 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     yield from rig(tmp_path_factory.mktemp("tp2"), 2)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_write_that_fails_in_the_middle_is_undone_on_every_rank(two_ranks: Rig, rank: int) -> None:
-    """Old weights bit for bit on both ranks, replies in step, and a good update goes there and back."""
-    before, outputs = two_ranks.dump(), two_ranks.host.call("generate", prompts=PROMPTS)
-    two_ranks.break_write(rank, call=5)
+POINTS = ("start", "read", "stage", "prepare", "settle", "before_write", "write", "after_write", "audit")
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=["rank0", "rank1", "both"])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_failure_anywhere_leaves_the_old_weights_on_every_rank(
+    two_ranks: Rig, point: str, ranks: tuple[int, ...]
+) -> None:
+    """Bit for bit, with the old answers, version and digest; replies in step; and a good update goes there and back."""
+    before, known = two_ranks.dump(), two_ranks.status()
+    outputs = two_ranks.host.call("generate", prompts=PROMPTS)
+    two_ranks.fail(point, ranks, call=5 if point == "write" else 1)
     error = two_ranks.sync(info(two_ranks.there))
     two_ranks.mend()
     assert error is not None
-    assert f"refdelta[rank_failed]: rank {rank}: RuntimeError: injected" in error
+    assert f"refdelta[rank_failed]: rank {ranks[0]}: RuntimeError: injected at {point}" in error
     two_ranks.in_step(2)
     assert two_ranks.dump() == before
+    after = two_ranks.status()
+    assert after["last_error"]["reason"] == "rank_failed"
+    assert {**after, "last_error": None} == {**known, "last_error": None}
     assert two_ranks.host.call("generate", prompts=PROMPTS) == outputs
     assert two_ranks.sync(info(two_ranks.there)) is None
     assert two_ranks.dump() != before
     assert two_ranks.sync(info(two_ranks.back)) is None
     assert two_ranks.dump() == before
+    assert two_ranks.status()["digest"] == known["digest"]
 
 
 def test_ranks_that_read_different_payloads_write_nothing(two_ranks: Rig) -> None:
@@ -169,9 +191,41 @@ def test_bad_update_info_is_refused_and_ends_the_session(two_ranks: Rig, update_
     two_ranks.in_step(2)
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("kind", ["missing", "cut", "flipped", "stale"])
+def test_one_rank_that_reads_something_else_stops_all(two_ranks: Rig, kind: str, bad: int) -> None:
+    """A file that is not there, cut short, flipped in a value, or of an earlier version, on one rank alone."""
+    before = two_ranks.dump()
+    spoilt = two_ranks.scratch / f"spoilt{next(two_ranks.numbers)}"
+    shutil.copytree(two_ranks.back if kind == "stale" else two_ranks.there, spoilt)
+    payload = spoilt / "delta.safetensors"
+    raw = payload.read_bytes()
+    if kind == "missing":
+        payload.unlink()
+    elif kind == "cut":
+        payload.write_bytes(raw[:-1])
+    elif kind == "flipped":
+        payload.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    infos = [info(spoilt if rank == bad else two_ranks.there) for rank in range(2)]
+    error = two_ranks.sync(infos)
+    reasons = {
+        "missing": "not_a_delta",
+        "cut": "bad_header",
+        "flipped": "rank_disagreement",
+        "stale": "rank_disagreement",
+    }
+    assert error is not None
+    assert f"refdelta[{reasons[kind]}]" in error
+    two_ranks.in_step(2)
+    assert two_ranks.dump() == before
+    assert two_ranks.sync(info(two_ranks.there)) is None
+    assert two_ranks.sync(info(two_ranks.back)) is None
+    assert two_ranks.dump() == before
+
+
 def test_an_engine_that_cannot_undo_ends(two_ranks: Rig) -> None:
     """A mixture must not serve: the workers end, and the engine with them. Last, since nothing is left after it."""
-    two_ranks.break_write(1, call=5, undo=True)
+    two_ranks.fail("write", [1], call=5, undo=True)
     two_ranks.host.call("start_update")
     two_ranks.host.call("update", info=info(two_ranks.there))
     with pytest.raises((HostError, HostDied)):
