@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
+import uuid
 from typing import Any
 
 from conformance.live import probe
@@ -131,6 +132,19 @@ class Engine:
     def packed_layers(self) -> list[list[str]]:
         """Per rank the modules whose product reads a packed copy."""
         return list(self.llm.collective_rpc("probe_packed_layers"))
+
+    def keep_busy(self, prompts: list[list[int]], tokens: int) -> int:
+        """Keep one request for each prompt in flight, without waiting for it; how many ended since the last call."""
+        from vllm import SamplingParams
+
+        core, ended = self.llm.llm_engine, 0
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        if core.has_unfinished_requests():
+            ended = sum(output.finished for output in core.step())
+        missing = len(prompts) - core.get_num_unfinished_requests()
+        for number in range(missing):
+            core.add_request(uuid.uuid4().hex, {"prompt_token_ids": prompts[number]}, sampling)
+        return ended
 
     def generate(self, prompts: list[list[int]], tokens: int = TOKENS) -> list[Output]:
         """Greedy ``tokens`` and exact log-probabilities, of the prompt's positions too."""

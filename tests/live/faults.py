@@ -85,3 +85,15 @@ def _flip(self: Probe, rank: int, param: str, position: int) -> None:
 
 
 setattr(Probe, "test_flip", _flip)  # noqa: B010  # a method of every worker
+
+
+def _memory(self: Probe) -> dict[str, float]:
+    """Resident megabytes of this worker, after what is unreachable was collected."""
+    import gc
+
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {"rss_mb": pages * os.sysconf("SC_PAGE_SIZE") / 1e6}
+
+
+setattr(Probe, "test_memory", _memory)  # noqa: B010
