@@ -100,7 +100,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         self._sessions = 0
         self._fence: str | None = None
         self._unaudited: str | None = None
-        self._cursor = 0
+        self._cursors = (0, 0)
         self._last: Last | None = None
         self._error: DeltaError | None = None
 
@@ -269,7 +269,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
     def _check(self, session: Session, update: Update) -> None:
         """Hold what was touched, and a share of the rest, against the digests as they should be now."""
         after, budget = update.shares(), self.options.audit_budget(update.changed)
-        numbers, self._cursor = after.rota(update.touched(), budget, self._cursor, whole=update.audit_whole)
+        numbers, self._cursors = after.rota(update.touched(), budget, self._cursors, whole=update.audit_whole)
         session.audited = after.elements(numbers)
         for name, where in after.differing(self.target.attestation.proved, numbers).items():
             raise DeltaError(Reason.DIGEST_MISMATCH, f"{where} is not what the engine's digest says", name)

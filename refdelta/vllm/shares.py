@@ -239,37 +239,37 @@ class Shares:
             found.setdefault(block.source, f"{block.param}, rows {block.rows[0]} to {block.rows[1] - 1} of a region")
         return found
 
-    def rota(self, touched: Sequence[int], budget: int, cursor: int, *, whole: bool) -> tuple[list[int], int]:
+    def rota(
+        self, touched: Sequence[int], budget: int, cursors: tuple[int, int], *, whole: bool
+    ) -> tuple[list[int], tuple[int, int]]:
         """Which blocks an update audits, and where the next one goes on.
 
-        With ``whole`` every touched one. Else about ``budget`` elements: half of them in touched blocks, the rest in
-        others, each in turn from block ``cursor`` on.
+        With ``whole`` every touched one. Else about ``budget`` elements: half of them in touched blocks, half in
+        others, each in turn from the block of its cursor on.
         """
         known = set(self.auditable)
         mine = [number for number in touched if number in known]
         if whole:
-            return mine, cursor
+            return mine, cursors
         others = sorted(known.difference(mine))
-        first = self._taken(_from(mine, cursor), budget // 2 if others else budget)
-        rest = self._taken(_from(others, cursor), budget - self.elements(first))
-        chosen = first + rest
-        ahead = [number for number in chosen if number >= cursor]
-        last = max(ahead) if ahead else max(chosen, default=-1)
-        return sorted(chosen), (last + 1) % max(1, len(self.blocks))
+        half = budget // 2 if others else budget
+        first, here = self._taken(mine, half, cursors[0])
+        rest, there = self._taken(others, budget - half, cursors[1])
+        return sorted(first + rest), (here, there)
 
     def elements(self, numbers: Iterable[int]) -> int:
         """Elements of some blocks."""
         return sum(self.blocks[number].source_box.numel for number in numbers)
 
-    def _taken(self, numbers: Sequence[int], budget: int) -> list[int]:
-        """The first of ``numbers`` that have ``budget`` elements together; at least one where there is a budget."""
+    def _taken(self, numbers: Sequence[int], budget: int, cursor: int) -> tuple[list[int], int]:
+        """Of ``numbers`` the first from ``cursor`` on that have ``budget`` elements together, and the next cursor."""
         taken, spent = list[int](), 0
-        for number in numbers:
+        for number in [n for n in numbers if n >= cursor] + [n for n in numbers if n < cursor]:
             if spent >= budget:
                 break
             taken.append(number)
             spent += self.blocks[number].source_box.numel
-        return taken
+        return taken, taken[-1] + 1 if taken else cursor
 
     @property
     def _regions(self) -> tuple[Region, ...]:
@@ -294,10 +294,6 @@ class Shares:
             share = digest.positions_digest(name, info.dtype, info.shape, at, values.reshape(-1))
         total = digest.parse(share)
         return total - (1 << 64) if total >= 1 << 63 else total
-
-
-def _from(numbers: Sequence[int], cursor: int) -> list[int]:
-    return [n for n in numbers if n >= cursor] + [n for n in numbers if n < cursor]
 
 
 def _is_run(box: Box) -> bool:

@@ -1,0 +1,96 @@
+"""The ranks of an engine in one process, without vLLM: parameters laid out densely in numpy, maps by the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from refdelta import digest
+from refdelta.layout_map import LayoutMap
+from refdelta.spec import Delta
+from refdelta.vllm.attest import Attestation
+from refdelta.vllm.ledger import Ledger
+from refdelta.vllm.shares import Shares, boxes_by_source, census, header_sum
+from refdelta.vllm.target import Target
+from refdelta.vllm.update import DeltaUpdate
+from tests.layout.dense import Rank, lay_out
+from tests.layout.models import Engine
+
+State = dict[str, Tensor]
+
+
+def state_of(layout: LayoutMap, seed: int) -> State:
+    """Random finite bits for every checkpoint tensor; tied names alike."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {name: torch.randn(info.shape, generator=generator) for name, info in layout.sources.items()}
+    return state | {a: state[n].clone() for a, n in layout.aliases.items() if a in layout.sources}
+
+
+@dataclass
+class Simulated:
+    """All ranks, each with what it holds."""
+
+    engine: Engine
+    live: list[dict[str, Tensor]]
+    targets: list[Target]
+    shares: list[Shares]
+    ledger: Ledger
+
+    @classmethod
+    def of(cls, engine: Engine, state: State) -> Simulated:
+        """As at the start of an engine on ``state``."""
+        layouts = [engine.rules(rank) for rank in range(engine.tp_size)]
+        live = [held(engine, state, rank) for rank in range(engine.tp_size)]
+        boxes = [boxes_by_source(layout) for layout in layouts]
+        shares = []
+        for rank, layout in enumerate(layouts):
+            empty = Shares.of(layout, {}, census(layout, boxes, rank))
+            shares.append(empty.with_values(empty.measured(live[rank])))
+        targets = [
+            Target(layout, Attestation(proved, {}, addresses={n: t.data_ptr() for n, t in proved.items()}), {})
+            for layout, proved in zip(layouts, live, strict=True)
+        ]
+        return cls(engine, live, targets, shares, _ledger(shares, state))
+
+    def update(self, delta: Delta, *, repeated: bool = False) -> list[DeltaUpdate]:
+        """Write ``delta`` on all ranks, as a session does."""
+        made = [
+            DeltaUpdate.of(delta, target, shares, repeated=repeated)
+            for target, shares in zip(self.targets, self.shares, strict=True)
+        ]
+        told = [update.prepare() for update in made]
+        ledgers = [update.settle(told, self.ledger) for update in made]
+        assert all(ledger == ledgers[0] for ledger in ledgers)
+        for update in made:
+            update.write()
+        self.ledger, self.shares = ledgers[0], [update.shares() for update in made]
+        return made
+
+    def measured(self) -> list[list[int]]:
+        """Every rank's digests of its blocks as they are in memory."""
+        return [shares.measured(live).tolist() for shares, live in zip(self.shares, self.live, strict=True)]
+
+
+def held(engine: Engine, state: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """The parameters of one rank, laid out without refdelta."""
+    arrays = {name: tensor.numpy() for name, tensor in state.items()}
+    dense = lay_out(engine.config, arrays, Rank(engine.tp_size, rank, engine.dealt))
+    found = {name: torch.from_numpy(np.ascontiguousarray(array).copy()) for name, array in dense.items()}
+    return {name: found[name] for name in engine.rules(rank).params}
+
+
+def _ledger(shares: list[Shares], state: State) -> Ledger:
+    counted = shares[0].census.counted
+    layers = {n: header_sum(n, shares[0].layout.sources[n]) for n in counted}
+    for mine in shares:
+        for name, share in mine.owned_sums(mine.values).items():
+            layers[name] += share
+    rest = {
+        name: digest.parse(digest.tensor_digest(name, tensor)) for name, tensor in state.items() if name not in counted
+    }
+    dropped = {name: shares[0].layout.dropped[name] for name in rest}
+    return Ledger({n: v % digest._WORD for n, v in layers.items()} | rest, dropped)
