@@ -120,18 +120,29 @@ class Region:
         inside = rest >= 0
         target = torch.full_like(rest, self.param_box.offset)
         for size, source_stride, param_stride in self._axes():
-            step = torch.div(rest, source_stride, rounding_mode="floor")
+            if source_stride == 1:  # the innermost: nothing remains of it
+                step, rest = rest, torch.zeros_like(rest)
+            else:
+                step = torch.div(rest, source_stride, rounding_mode="floor")
+                rest = rest - step * source_stride
             inside &= step < size
-            rest = rest - step * source_stride
-            target += step * param_stride
+            target += step if param_stride == 1 else step * param_stride
         inside &= rest == 0
+        if bool(inside.all()):
+            return torch.arange(len(indices), device=indices.device), target
         chosen = inside.nonzero().flatten()
         return chosen, target[chosen]
 
     def _axes(self) -> list[tuple[int, int, int]]:
-        """Axes of more than one element, outermost (largest checkpoint stride) first."""
+        """Axes of more than one element, outermost (largest checkpoint stride) first; neighbours are one axis where
+        they are one run on both sides."""
         axes = zip(self.source_box.shape, self.source_box.strides, self.param_box.strides, strict=True)
-        return sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[1])
+        merged: list[tuple[int, int, int]] = []
+        for size, source, param in sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[1]):
+            if merged and merged[-1][1:] == (size * source, size * param):
+                size *= merged.pop()[0]
+            merged.append((size, source, param))
+        return merged
 
 
 @dataclass(frozen=True, slots=True)
