@@ -233,3 +233,22 @@ def test_an_engine_that_cannot_undo_ends(two_ranks: Rig) -> None:
     two_ranks.mend()
     with pytest.raises((HostError, HostDied)):
         two_ranks.host.call("generate", prompts=PROMPTS, timeout=60)
+
+
+def test_a_worker_that_is_killed_ends_the_engine_and_an_anchor_resyncs_a_new_one(tmp_path: Path) -> None:
+    """Killed in the middle of its writes; the new engine then equals one that had the delta."""
+    (tmp_path / "first").mkdir()
+    for first in rig(tmp_path / "first", 2):
+        assert first.sync(info(first.there)) is None
+        wanted = first.dump()
+        assert first.sync(info(first.back)) is None
+        first.fail("write", [1], call=3, exit=True)
+        assert first.sync(info(first.there)) is not None
+        with pytest.raises((HostError, HostDied)):
+            first.host.call("generate", prompts=PROMPTS, timeout=60)
+    (tmp_path / "second").mkdir()
+    for second in rig(tmp_path / "second", 2):
+        base = second.scratch / "base"
+        anchor = checkpoints.with_state(base, changed(checkpoints.load(base)), second.scratch / "anchor")
+        assert second.sync(info(anchor)) is None
+        assert second.dump() == wanted
