@@ -64,6 +64,7 @@ class Engine:
             "seed": 0,
             "disable_log_stats": True,
             "kv_cache_memory_bytes": 256 << 20,
+            "worker_extension_cls": "conformance.live.probe.Probe",
         }
         if backend is not None:
             options["weight_transfer_config"] = {"backend": backend}
@@ -71,7 +72,6 @@ class Engine:
             model=checkpoint,
             tensor_parallel_size=tp,
             hf_overrides=hf_overrides or {},
-            worker_extension_cls="conformance.live.probe.Probe",
             **options | (arguments or {}),
         )
         return time.monotonic() - began
@@ -128,6 +128,10 @@ class Engine:
     def echo(self, nonce: str) -> list[tuple[int, str]]:
         """(rank, nonce) as every rank answered it."""
         return list(self.llm.collective_rpc("probe_echo", args=(nonce,)))
+
+    def rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
+        """What every rank answers to a method of its worker."""
+        return list(self.llm.collective_rpc(method, args=tuple(args or ())))
 
     def packed_layers(self) -> list[list[str]]:
         """Per rank the modules whose product reads a packed copy."""
