@@ -129,10 +129,6 @@ class Engine:
         """(rank, nonce) as every rank answered it."""
         return list(self.llm.collective_rpc("probe_echo", args=(nonce,)))
 
-    def rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
-        """What every rank answers to a method of its worker."""
-        return list(self.llm.collective_rpc(method, args=tuple(args or ())))
-
     def packed_layers(self) -> list[list[str]]:
         """Per rank the modules whose product reads a packed copy."""
         return list(self.llm.collective_rpc("probe_packed_layers"))

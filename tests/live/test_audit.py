@@ -33,7 +33,7 @@ class Rig:
     def audit(self, *deltas: Path) -> AuditReport:
         """Against the checkpoint plus deltas."""
         arguments = [str(self.checkpoint.directory), [str(delta) for delta in deltas]]
-        return AuditReport.from_plain(self.host.call("rpc", method=METHOD, args=arguments))
+        return AuditReport.from_plain(self.host.call("rpc", method=METHOD, arguments=arguments))
 
     def finds(self, *deltas: Path) -> list[str]:
         """What differs; everything else must be equal."""
@@ -43,7 +43,7 @@ class Rig:
 
     def spoil(self, method: str, *arguments: object) -> None:
         """A method of `tests.live.audited.Audited`."""
-        self.host.call("rpc", method=method, args=list(arguments))
+        self.host.call("rpc", method=method, arguments=list(arguments))
 
     @property
     def experts(self) -> list[str]:
