@@ -107,6 +107,13 @@ class Probe:
         model = self.model_runner.get_model()
         return [name for name, module in model.named_modules() if _packed(module)]
 
+    def probe_compiled_graphs(self) -> list[str]:
+        """Of every part of the model that runs as a graph compiled ahead of time: "compiled" here, or "from disk"."""
+        modules = [
+            m for m in self.model_runner.get_model().modules() if getattr(m, "aot_compiled_fn", None) is not None
+        ]
+        return ["from disk" if m.was_aot_compile_fn_loaded_from_disk else "compiled" for m in modules]
+
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of ``tensor`` in logical row-major order, as a one-dimensional uint8 tensor on the CPU."""

@@ -106,8 +106,25 @@ def test_two_ranks(tmp_path: Path) -> None:
         rig.spoil("swap_experts", EXPERTS, 1, 4)
         assert rig.finds(rig.delta) == []
 
+        _weights_are_audited_after_waking(rig)
+
         rig.spoil("native_update", str(rig.delta))  # the values that are there already, so only misplaced ones differ
         assert rig.finds(rig.delta) == rig.experts
+
+
+def _weights_are_audited_after_waking(rig: Rig) -> None:
+    """Sleep does nothing on a CPU, so deltas go on; a bit that changed meanwhile is found before the next update."""
+    update = {"target_weights_path": str(rig.delta)}
+    rig.host.call("sleep", level=1)
+    assert rig.host.call("sync", info=update) is None
+    assert rig.finds(rig.delta) == []
+    rig.host.call("sleep", level=1)
+    rig.spoil("flip", 1, NORM, 17)
+    refusal = rig.host.call("sync", info=update)
+    assert refusal is not None
+    assert "refdelta[fenced]: " in refusal
+    assert NORM in refusal
+    rig.spoil("flip", 1, NORM, 17)
 
 
 def test_packed_weights_over_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
