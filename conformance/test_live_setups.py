@@ -30,6 +30,8 @@ ROWS = [
 ]
 """Between them: every architecture, tied and untied, experts, one rank and two; every family of parameters in each."""
 
+REPEATED = "qwen3-moe compiled tp=1"
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marked = [
@@ -72,8 +74,7 @@ def _all_changed(live: Row) -> State:
 @pytest.mark.check("base")
 def test_base(live: Row) -> None:
     """Before any delta the engine equals a fresh one of its kind; an adapter changes the answers."""
-    compiled = live.setup.private_cache
-    assert live.call("compiled_graphs") == [["compiled"] if compiled else []] * live.tp
+    assert [len(graphs) for graphs in live.call("compiled_graphs")] == [live.setup is COMPILED] * live.tp
     live.truths_of([live.base, _all_changed(live)])  # both of them, at once
     live.holds_current()
     live.answers_as_truth()
@@ -107,13 +108,16 @@ def test_behaviour(live: Row) -> None:
 
 
 @pytest.mark.check("restarted")
-def test_an_engine_from_the_compile_cache(live: Row) -> None:
-    """A second engine that finds the first one's compiled graph on disk reads its own weights, and new ones."""
-    if not live.setup.private_cache:
-        pytest.skip("the engine compiles nothing")
+def test_a_second_engine_on_a_filled_cache(live: Row) -> None:
+    """An engine that finds the first one's kernels on disk reads its own weights, and new ones.
+
+    (vLLM 0.32.0 saves whole graphs too, cannot load them for a CPU and says so, and compiles them again from kernels.)
+    """
+    if live.name != REPEATED:
+        pytest.skip(f"run for {REPEATED} alone: the cache does not know models apart")
     live.close()
     live.ready()
-    assert live.call("compiled_graphs") == [["from disk"]] * live.tp
+    assert [len(graphs) for graphs in live.call("compiled_graphs")] == [1] * live.tp
     live.answers_as_truth()
     live.accepts(_all_changed(live))
     live.answers_as_truth()

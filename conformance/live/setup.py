@@ -29,7 +29,7 @@ class Setup:
     adapter: Path | None = None
     """A LoRA adapter: answers are asked without it, then with it."""
     private_cache: bool = False
-    """Whether each set of engines gets a compile cache of its own, so that no artifact of one reaches another."""
+    """Whether the engine under test and the fresh ones get compile caches of their own, empty at first."""
 
     def variables(self, home: Path) -> dict[str, str]:
         """The environment of engines whose files are under ``home``."""
