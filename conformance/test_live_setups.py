@@ -13,7 +13,7 @@ import pytest
 from conformance import checkpoints
 from conformance.checkpoints import State
 from conformance.live import changes, judge
-from conformance.live.row import Backend, Row
+from conformance.live.row import Row, our_backend
 from conformance.live.setup import COMPILED, beside_adapter
 from conformance.live.truth import Truths
 from conformance.options import Options
@@ -53,7 +53,7 @@ def row(request: pytest.FixtureRequest, options: Options, tmp_path_factory: pyte
     base = checkpoints.load(checkpoint.directory)
     setup = COMPILED if kind == "compiled" else beside_adapter(base, scratch / "adapter")
     truths = Truths(scratch / "truths", setup)
-    made = Row(checkpoint, tp, Backend(), truths, scratch, setup)
+    made = Row(checkpoint, tp, our_backend(options.mutant), truths, scratch, setup)
     yield made
     made.close()
     truths.close()

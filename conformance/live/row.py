@@ -15,7 +15,7 @@ from typing import Any
 
 from conformance import oracle
 from conformance.checkpoints import Checkpoint, State, aliases, load, with_state
-from conformance.live import changes, judge
+from conformance.live import changes, judge, probe
 from conformance.live.encoder import Encode, encode_with_oracle, encode_with_refdelta
 from conformance.live.engine import Output
 from conformance.live.runner import START_TIMEOUT, Host, HostDied, HostError, environment
@@ -44,6 +44,14 @@ class Backend:
     def encode(self) -> Encode:
         """Writes its deltas."""
         return encode_with_refdelta if self.ours else encode_with_oracle
+
+
+def our_backend(mutant: str | None) -> Backend:
+    """refdelta's, with the fault ``--mutant MODULE:FUNCTION`` in this process (which encodes) and in every worker."""
+    if mutant is None:
+        return Backend()
+    probe.load(mutant)
+    return Backend(modules=(mutant,))
 
 
 class Row:
