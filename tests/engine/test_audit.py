@@ -25,7 +25,10 @@ State = dict[str, Tensor]
 
 
 class Toy(nn.Module):
-    """One of two ranks: rows of q and columns of k fused, a whole norm, a padded embedding, its head tied to it."""
+    """One of two ranks: rows of q and columns of k fused, a whole norm, a padded embedding, its head tied to it.
+
+    And t, held twice: transposed and as it is.
+    """
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -33,6 +36,8 @@ class Toy(nn.Module):
         self.fused = nn.Parameter(torch.full((9, 4), 7, dtype=BF16), requires_grad=False)
         self.norm = nn.Parameter(torch.full((4,), 7, dtype=BF16), requires_grad=False)
         self.embed = nn.Parameter(torch.full((7, 4), 7, dtype=BF16), requires_grad=False)
+        self.turned = nn.Parameter(torch.full((3, 2), 7, dtype=BF16), requires_grad=False)
+        self.again = nn.Parameter(torch.full((2, 3), 7, dtype=BF16), requires_grad=False)
         self.lm_head = nn.Module()
         self.lm_head.weight = self.embed
 
@@ -43,9 +48,11 @@ class Toy(nn.Module):
         self.norm.data.copy_(given["norm"])
         self.embed.data[:5].copy_(given["embed"])
         self.embed.data[5:].fill_(0)
+        self.turned.data.copy_(given["t"].t())
+        self.again.data.copy_(given["t"])
 
 
-SHAPES = {"q": (10, 4), "k": (4, 8), "norm": (4,), "embed": (5, 4), "a.rotary_emb.inv_freq": (3,)}
+SHAPES = {"q": (10, 4), "k": (4, 8), "norm": (4,), "embed": (5, 4), "t": (2, 3), "a.rotary_emb.inv_freq": (3,)}
 
 
 def random_state(seed: int) -> State:
@@ -80,7 +87,7 @@ def test_an_engine_that_holds_the_checkpoint(base: tuple[State, Path]) -> None:
     toys = ranks_with(state)
     before = [tensor.clone() for toy in toys for tensor in toy.parameters()]
     report = audited(toys, checkpoint)
-    assert list(report.named(Outcome.EQUAL)) == ["embed", "k", "norm", "q"]
+    assert list(report.named(Outcome.EQUAL)) == ["embed", "k", "norm", "q", "t"]
     (why,) = report.named(Outcome.NOT_COMPARABLE).values()
     assert why == "rank 0: dropped: rotary table: recomputed from the config"
     assert not list(report.parameters)
@@ -97,6 +104,8 @@ def test_an_engine_that_holds_the_checkpoint(base: tuple[State, Path]) -> None:
         (0, "fused", 35, "k", (3, 3)),
         (1, "fused", 21, "k", (0, 5)),
         (0, "embed", 19, "embed", (4, 3)),
+        (1, "turned", 1, "t", (1, 0)),
+        (1, "again", 5, "t", (1, 2)),
     ],
 )
 def test_one_bit_on_one_rank_is_found_in_checkpoint_coordinates(
@@ -118,14 +127,17 @@ def test_one_bit_on_one_rank_is_found_in_checkpoint_coordinates(
 
 
 def test_the_first_of_several_is_the_first_of_the_checkpoint(base: tuple[State, Path]) -> None:
-    """k stands after q in the parameter; of k's own rows the first counts."""
+    """k stands after q in the parameter, and of its own rows the first counts; t stands transposed."""
     state, checkpoint = base
     toys = ranks_with(state)
     words = toys[0].fused.view(torch.int16)
     words[[8, 6, 7], [0, 3, 1]] ^= 1
-    found = audited(toys, checkpoint).ranks[0].tensors["k"]
-    assert found.first is not None
-    assert (found.differing, found.first.position) == (3, (1, 3))
+    toys[0].turned.view(torch.int16)[[0, 1], [1, 0]] ^= 1
+    tensors = audited(toys, checkpoint).ranks[0].tensors
+    for name, differing, position in (("k", 3, (1, 3)), ("t", 2, (0, 1))):
+        found = tensors[name]
+        assert found.first is not None
+        assert (found.differing, found.first.position) == (differing, position)
 
 
 def test_padding_that_is_not_zero(base: tuple[State, Path]) -> None:
@@ -135,6 +147,20 @@ def test_padding_that_is_not_zero(base: tuple[State, Path]) -> None:
     assert list(audited(toys, checkpoint).parameters) == [
         (1, "embed", Outcome.DIFFERS, "1 padding elements are not zero")
     ]
+
+
+def test_tied_names_that_the_files_both_hold(base: tuple[State, Path]) -> None:
+    """Each is held against the one parameter: equal both, or the one that is not what the engine holds differs."""
+    state, checkpoint = base
+    toys = ranks_with(state)
+    both = state | {"lm_head.weight": state["embed"].clone()}
+    save_file(both, checkpoint / "model.safetensors")
+    assert audited(toys, checkpoint).outcomes["lm_head.weight"][0] is Outcome.EQUAL
+    both["lm_head.weight"].view(torch.int16)[3, 1] ^= 1
+    save_file(both, checkpoint / "model.safetensors")
+    report = audited(toys, checkpoint)
+    assert list(report.named(Outcome.DIFFERS)) == ["lm_head.weight"]
+    assert report.outcomes["embed"][0] is Outcome.EQUAL
 
 
 class Strange(Toy):
@@ -351,7 +377,7 @@ def test_the_command_tells_equal_from_different(
         [str(checkpoint), [str(checkpoint.parent / "b"), str(checkpoint.parent / "a")]],
     )
     out = capsys.readouterr().out
-    assert "5 checkpoint tensors on 2 ranks: 4 equal, 0 differs, 1 not comparable" in out
+    assert "6 checkpoint tensors on 2 ranks: 5 equal, 0 differs, 1 not comparable" in out
     assert "rotary table: recomputed from the config" in out
     assert cli.run(["audit", url, "--checkpoint", "base", "--allow-incomparable"]) == 0
     toys[1].norm.view(torch.int16)[2] ^= 1
