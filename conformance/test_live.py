@@ -15,8 +15,8 @@ import pytest
 
 from conformance import checkpoints, oracle
 from conformance.checkpoints import Checkpoint
-from conformance.live import changes, judge, probe
-from conformance.live.row import Backend, Row
+from conformance.live import changes, judge
+from conformance.live.row import Row, our_backend
 from conformance.live.truth import Truths
 from conformance.options import Options, options_of
 
@@ -49,21 +49,13 @@ def row(
     """The engine under test; started by the first check that needs it."""
     model, tp = request.param
     scratch = tmp_path_factory.mktemp("row")
-    made = Row(_checkpoint(model, options, scratch), tp, _backend(options), truths, scratch)
+    made = Row(_checkpoint(model, options, scratch), tp, our_backend(options.mutant), truths, scratch)
     yield made
     made.close()
 
 
 def _checkpoint(model: str, options: Options, scratch: Path) -> Checkpoint:
     return checkpoints.given(model) if options.checkpoint else checkpoints.make(model, scratch / "base")
-
-
-def _backend(options: Options) -> Backend:
-    """refdelta's, with the fault ``--mutant MODULE:FUNCTION`` in this process (which encodes) and in every worker."""
-    if options.mutant is None:
-        return Backend()
-    probe.load(options.mutant)
-    return Backend(modules=(options.mutant,))
 
 
 @pytest.fixture

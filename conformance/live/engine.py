@@ -64,6 +64,7 @@ class Engine:
             "seed": 0,
             "disable_log_stats": True,
             "kv_cache_memory_bytes": 256 << 20,
+            "worker_extension_cls": "conformance.live.probe.Probe",
         }
         if backend is not None:
             options["weight_transfer_config"] = {"backend": backend}
@@ -71,7 +72,6 @@ class Engine:
             model=checkpoint,
             tensor_parallel_size=tp,
             hf_overrides=hf_overrides or {},
-            worker_extension_cls="conformance.live.probe.Probe",
             **options | (arguments or {}),
         )
         return time.monotonic() - began
@@ -99,6 +99,11 @@ class Engine:
     def resume(self) -> None:
         """Resume scheduling."""
         self.llm.wake_up(tags=["scheduling"])
+
+    def sleep(self, level: int) -> None:
+        """Go to sleep and wake up again."""
+        self.llm.sleep(level=level)
+        self.llm.wake_up()
 
     def sync(self, info: Any) -> str | None:
         """Pause, start, update, finish, resume. Returns None, or the error's text; resumes in either case."""
@@ -146,15 +151,34 @@ class Engine:
             core.add_request(uuid.uuid4().hex, {"prompt_token_ids": prompts[number]}, sampling)
         return ended
 
-    def generate(self, prompts: list[list[int]], tokens: int = TOKENS) -> list[Output]:
-        """Greedy ``tokens`` and exact log-probabilities, of the prompt's positions too."""
+    def compiled_graphs(self) -> list[list[str]]:
+        """Per rank the classes of the model's parts that run as a compiled graph."""
+        return list(self.llm.collective_rpc("probe_compiled_graphs"))
+
+    def generate(self, prompts: list[list[int]], tokens: int = TOKENS, adapter: str | None = None) -> list[Output]:
+        """Greedy ``tokens`` and exact log-probabilities, of the prompt's positions too.
+
+        With the directory of a LoRA ``adapter``: of every prompt without it, then of every prompt with it, and no
+        prompt's log-probabilities: vLLM's head beside adapters (0.32) takes one row a request.
+        """
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         sampling = SamplingParams(
-            temperature=0.0, max_tokens=tokens, logprobs=TOP, prompt_logprobs=TOP, ignore_eos=True, detokenize=False
+            temperature=0.0,
+            max_tokens=tokens,
+            logprobs=TOP,
+            prompt_logprobs=TOP if adapter is None else None,
+            ignore_eos=True,
+            detokenize=False,
         )
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return [_output(result) for result in self.llm.generate(requests, sampling, use_tqdm=False)]
+        loras = [None] if adapter is None else [None, LoRARequest("adapter", 1, adapter)]
+        return [
+            _output(result)
+            for lora in loras
+            for result in self.llm.generate(requests, sampling, use_tqdm=False, lora_request=lora)
+        ]
 
 
 def _output(result: Any) -> Output:
@@ -162,7 +186,7 @@ def _output(result: Any) -> Output:
     return {
         "tokens": list(completion.token_ids),
         "logprobs": [_position(entry) for entry in completion.logprobs],
-        "prompt_logprobs": [_position(entry) for entry in result.prompt_logprobs if entry],
+        "prompt_logprobs": [_position(entry) for entry in result.prompt_logprobs or () if entry],
     }
 
 

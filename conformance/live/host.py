@@ -68,22 +68,27 @@ class Server:
                     raise RuntimeError(f"a truth engine ended with status {status}; see the log of the host")
             time.sleep(0.005)
 
-    def plain_truth(self, start: dict[str, Any], prompts: list[list[int]], out: str) -> None:
+    def plain_truth(self, **job: Any) -> None:
         """The same in this process, for comparison with a forked child."""
-        write_truth(self.engine, start, prompts, out)
+        write_truth(self.engine, **job)
 
 
 def write_truth(
-    engine: Engine, start: dict[str, Any], prompts: list[list[int]], out: str, changes: tuple[str, ...] = ()
+    engine: Engine,
+    start: dict[str, Any],
+    prompts: list[list[int]],
+    out: str,
+    changes: tuple[str, ...] = (),
+    adapter: str | None = None,
 ) -> None:
-    """Start ``engine`` and write its dumps and, where there are prompts, its outputs.
+    """Start ``engine`` and write its dumps and, where there are prompts, its outputs (see `Engine.generate`).
 
     Then, for each file of ``changes``, load the checkpoint again with the file's tensors in place of its own and write
     the outputs, of one token, to ``changed{i}.json``.
     """
     engine.start(**start)
     engine.dump(out)
-    outputs = engine.generate(prompts) if prompts else []
+    outputs = engine.generate(prompts, adapter=adapter) if prompts else []
     (Path(out) / "outputs.json").write_text(json.dumps(outputs))
     for number, file in enumerate(changes):
         engine.load(start["checkpoint"], file)

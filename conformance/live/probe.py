@@ -107,6 +107,11 @@ class Probe:
         model = self.model_runner.get_model()
         return [name for name, module in model.named_modules() if _packed(module)]
 
+    def probe_compiled_graphs(self) -> list[str]:
+        """Classes of the model's parts that run as a graph compiled ahead of time."""
+        modules = self.model_runner.get_model().modules()
+        return [type(module).__name__ for module in modules if getattr(module, "aot_compiled_fn", None) is not None]
+
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of ``tensor`` in logical row-major order, as a one-dimensional uint8 tensor on the CPU."""

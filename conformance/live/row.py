@@ -15,9 +15,11 @@ from typing import Any
 
 from conformance import oracle
 from conformance.checkpoints import Checkpoint, State, aliases, load, with_state
-from conformance.live import changes, judge
+from conformance.live import changes, judge, probe
 from conformance.live.encoder import Encode, encode_with_oracle, encode_with_refdelta
+from conformance.live.engine import Output
 from conformance.live.runner import START_TIMEOUT, Host, HostDied, HostError, environment
+from conformance.live.setup import PLAIN, Setup
 from conformance.live.truth import Truth, Truths, prompts
 
 _REASON = re.compile(r"refdelta\[([a-z_]+)\]")
@@ -44,14 +46,32 @@ class Backend:
         return encode_with_refdelta if self.ours else encode_with_oracle
 
 
+def our_backend(mutant: str | None) -> Backend:
+    """refdelta's, with the fault ``--mutant MODULE:FUNCTION`` in this process (which encodes) and in every worker."""
+    if mutant is None:
+        return Backend()
+    probe.load(mutant)
+    return Backend(modules=(mutant,))
+
+
 class Row:
     """A live engine and the state that it should hold. The checks of a row run in order, each from where the last left.
 
     A check that fails leaves the engine in an unknown state; `ready` then starts another one.
     """
 
-    def __init__(self, checkpoint: Checkpoint, tp: int, backend: Backend, truths: Truths, scratch: Path) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        tp: int,
+        backend: Backend,
+        truths: Truths,
+        scratch: Path,
+        setup: Setup = PLAIN,
+    ) -> None:
+        """``truths`` are of the same set-up."""
         self.checkpoint = checkpoint
+        self.setup = setup
         self.tp = tp
         self.backend = backend
         self.truths = truths
@@ -68,7 +88,7 @@ class Row:
     @property
     def name(self) -> str:
         """Its label in the matrix."""
-        return f"{self.checkpoint.name} tp={self.tp}"
+        return " ".join(filter(None, (self.checkpoint.name, self.setup.name, f"tp={self.tp}")))
 
     # --- the engine ---
 
@@ -100,7 +120,7 @@ class Row:
 
     def _start(self) -> None:
         env = environment(plugins=self.backend.plugins, modules=self.backend.modules, unpack=not self.backend.ours)
-        self._host = Host(env, self._scratch / "engine.log")
+        self._host = Host(env | self.setup.variables(self._scratch), self._scratch / "engine.log")
         try:
             self._host.call(
                 "start",
@@ -109,6 +129,7 @@ class Row:
                 tp=self.tp,
                 backend=self.backend.name,
                 hf_overrides=dict(self.checkpoint.hf_overrides),
+                arguments=dict(self.setup.arguments),
             )
             self._host.call("init_transfer")
         except (HostError, HostDied) as error:
@@ -219,9 +240,15 @@ class Row:
 
     def answers_as_truth(self) -> None:
         """Tokens and log-probabilities equal a fresh engine's exactly."""
-        found = self.call("generate", prompts=prompts(self.checkpoint.vocab_size))
-        lines = judge.compare_outputs(self.name, json.loads(json.dumps(self.truth(self.current).outputs)), found)
+        truth = json.loads(json.dumps(self.truth(self.current).outputs))
+        lines = judge.compare_outputs(self.name, truth, self.answers())
         assert not lines, "outputs differ from a fresh engine's:\n" + "\n".join(lines)
+
+    def answers(self) -> list[Output]:
+        """Tokens and log-probabilities for the fixed prompts; beside an adapter, without it and then with it."""
+        adapter = self.setup.adapter and str(self.setup.adapter)
+        found: list[Output] = self.call("generate", prompts=prompts(self.checkpoint.vocab_size), adapter=adapter)
+        return found
 
     def every_rank_answers(self) -> None:
         """An echo with a nonce comes back from every rank, twice: no earlier reply waits in the channel."""

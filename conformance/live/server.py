@@ -25,8 +25,16 @@ from conformance.live.runner import CALL_TIMEOUT, START_TIMEOUT
 class Server:
     """``vllm.entrypoints.openai.api_server`` on a free local port, in its own process group; a context manager."""
 
-    def __init__(self, checkpoint: Path, backend: str, env: Mapping[str, str], log: Path) -> None:
-        self._url = f"http://127.0.0.1:{_free_port()}"
+    def __init__(
+        self,
+        checkpoint: Path,
+        backend: str | None,
+        env: Mapping[str, str],
+        log: Path,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        """``arguments`` are further ones of its command line."""
+        self.url = f"http://127.0.0.1:{_free_port()}"
         self._log = log
         with log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -34,7 +42,8 @@ class Server:
                     sys.executable,
                     "-m",
                     "vllm.entrypoints.openai.api_server",
-                    *_arguments(checkpoint, backend, self._url),
+                    *_arguments(checkpoint, backend, self.url),
+                    *arguments,
                 ],
                 env={**env, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
                 stdin=subprocess.DEVNULL,
@@ -45,7 +54,7 @@ class Server:
             )
         # No proxy for a local server, and a connection for each request: uvicorn closes one after a 500 that it sent.
         self._client = httpx.Client(
-            base_url=self._url, timeout=CALL_TIMEOUT, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+            base_url=self.url, timeout=CALL_TIMEOUT, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
         )
 
     def wait_until_ready(self) -> None:
@@ -94,10 +103,11 @@ class Server:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
 
 
-def _arguments(checkpoint: Path, backend: str, url: str) -> list[str]:
+def _arguments(checkpoint: Path, backend: str | None, url: str) -> list[str]:
+    transfer = [] if backend is None else ["--weight-transfer-config", json.dumps({"backend": backend})]
     return [
+        *transfer,
         *("--model", str(checkpoint), "--host", "127.0.0.1", "--port", url.rpartition(":")[2]),
-        *("--weight-transfer-config", json.dumps({"backend": backend})),
         *("--max-model-len", "64", "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20)),
         *("--enable-scale-out", "--skip-tokenizer-init", "--enforce-eager", "--no-enable-prefix-caching"),
     ]

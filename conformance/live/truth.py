@@ -19,6 +19,7 @@ from conformance.checkpoints import Checkpoint, content_digest
 from conformance.live.engine import Output
 from conformance.live.judge import RankDump, read_dumps
 from conformance.live.runner import START_TIMEOUT, Host, environment
+from conformance.live.setup import PLAIN, Setup
 
 KEEP_BYTES = 1 << 30
 """Truths on disk beyond this many bytes are dropped, the oldest first; the tiny models never reach it."""
@@ -59,13 +60,14 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 
 class Truths:
-    """Fresh engines on demand, remembered by checkpoint bytes, tp and overrides for the length of the session."""
+    """Fresh engines of one set-up on demand, remembered by checkpoint bytes, tp and overrides while it is open."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, setup: Setup = PLAIN) -> None:
+        self._root, self._setup = root, setup
+        root.mkdir(exist_ok=True)
         self._known: OrderedDict[tuple[str, int, str], Truth] = OrderedDict()
         # It imports vLLM from now on, while the engine under test starts.
-        self._zygote = Host(environment(plugins="", unpack=True), root / "zygote.log")
+        self._zygote = Host(self._environment, root / "zygote.log")
         self._warm = False
         self.asked = 0
         """How many engines were started."""
@@ -86,10 +88,14 @@ class Truths:
 
     def plain(self, checkpoint: Checkpoint, tp: int) -> Truth:
         """The same from a child that forks nothing, not remembered."""
-        with Host(environment(plugins="", unpack=True), self._root / "plain.log") as host:
+        with Host(self._environment, self._root / "plain.log") as host:
             job = self._job(checkpoint, tp)
             host.call("plain_truth", timeout=START_TIMEOUT, **job)
         return Truth(Path(job["out"]))
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return environment(plugins="", unpack=True) | self._setup.variables(self._root)
 
     def close(self) -> None:
         """End the zygote."""
@@ -112,8 +118,14 @@ class Truths:
         self.asked += 1
         out = self._root / f"truth{self.asked}"
         out.mkdir()
-        start = {"checkpoint": str(checkpoint.directory), "tp": tp, "hf_overrides": dict(checkpoint.hf_overrides)}
-        return {"start": start, "prompts": prompts(checkpoint.vocab_size), "out": str(out)}
+        start = {
+            "checkpoint": str(checkpoint.directory),
+            "tp": tp,
+            "hf_overrides": dict(checkpoint.hf_overrides),
+            "arguments": dict(self._setup.arguments),
+        }
+        adapter = self._setup.adapter and str(self._setup.adapter)
+        return {"start": start, "prompts": prompts(checkpoint.vocab_size), "out": str(out), "adapter": adapter}
 
     def _drop_oldest(self, in_use: int) -> None:
         while len(self._known) > in_use and sum(truth.size for truth in self._known.values()) > KEEP_BYTES:

@@ -14,19 +14,20 @@ import typer
 # Typer carries its own copy of click and exports none of its exceptions' base.
 from typer._click.exceptions import ClickException
 
+from refdelta.cli.audit import audit
 from refdelta.cli.checkpoints import apply, diff, verify
 from refdelta.cli.deltas import compose, inspect
 from refdelta.cli.layout import layout
 from refdelta.cli.output import REFUSED, print_error
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (diff, apply, inspect, verify, compose, layout):
+for command in (diff, apply, inspect, verify, compose, layout, audit):
     app.command()(command)
 
 
 @app.callback()
 def refdelta() -> None:
-    """Sparse deltas (sparse_delta v2): make, apply, look into, verify and compose them, and map them to engines."""
+    """Sparse deltas (sparse_delta v2): make, apply, check and compose them, map them to engines, audit engines."""
 
 
 def main() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 
 from refdelta.spec import DeltaError, Reason
+from refdelta.vllm.adapters import adapter_fields
+from refdelta.vllm.compiled import compile_fields
 from refdelta.vllm.experts import PROVEN_KERNELS, expert_layers, kernel
 
 __all__ = ["check_engine"]
@@ -42,7 +44,9 @@ def _fields(config: Any, model: nn.Module) -> Iterator[tuple[str, object, bool]]
     offload = config.offload_config
     yield "cpu_offload_gb", offload.uva.cpu_offload_gb, not offload.uva.cpu_offload_gb
     yield "offload_group_size", offload.prefetch.offload_group_size, not offload.prefetch.offload_group_size
-    for name in ("lora_config", "speculative_config", "kv_transfer_config", "ec_transfer_config", "diffusion_config"):
+    yield from compile_fields(config)
+    yield from adapter_fields(config, model)
+    for name in ("speculative_config", "kv_transfer_config", "ec_transfer_config", "diffusion_config"):
         yield name, "set", getattr(config, name, None) is None
     yield from _expert_fields(model)
 
@@ -63,7 +67,6 @@ def _within(name: str, module: str) -> bool:
 
 def _model_fields(model_config: Any) -> Iterator[tuple[str, object, bool]]:
     yield "quantization", model_config.quantization, model_config.quantization is None
-    yield "enforce_eager", model_config.enforce_eager, model_config.enforce_eager is True
     yield "enable_sleep_mode", model_config.enable_sleep_mode, not model_config.enable_sleep_mode
     yield "use_mla", model_config.use_mla, not model_config.use_mla
 

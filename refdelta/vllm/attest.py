@@ -18,7 +18,7 @@ from refdelta import bits
 from refdelta.layout_map import LayoutMap, Region
 from refdelta.vllm.position_map import PositionMap, positions
 
-__all__ = ["Attestation", "attest", "packed_layers"]
+__all__ = ["Attestation", "attest", "held_box", "packed_layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def attest(
         for region in regions:
             if region.param in failed:
                 continue
-            held = _held(live[region.param], layout.params[region.param].shape, moved.get(region.param), region)
+            held = held_box(live[region.param], layout.params[region.param].shape, moved.get(region.param), region)
             if finding := held if isinstance(held, str) else _mismatch(held, region, tensor):
                 failed[region.param] = finding
         look_alikes[_fingerprint(tensor)].append(source)
@@ -106,7 +106,7 @@ def _by_source(layout: LayoutMap) -> dict[str, list[Region]]:
     return grouped
 
 
-def _held(param: Tensor, shape: tuple[int, ...], place: PositionMap | None, region: Region) -> Tensor | str:
+def held_box(param: Tensor, shape: tuple[int, ...], place: PositionMap | None, region: Region) -> Tensor | str:
     """The elements that a region was loaded into, or why there are none."""
     if param.numel() == 0:
         return "the parameter is empty: its weight was repacked after loading"

@@ -43,7 +43,12 @@ _WORKER_METHODS = {
     "update_weights": ["self", "update_info"],
     "finish_weight_update": ["self"],
     "reload_weights": ["self", "args", "kwargs"],
+    "sleep": ["self", "level"],
+    "wake_up": ["self", "tags"],
+    "discard": ["self", "tags"],
 }
+
+_SLEEP_METHODS = frozenset({"sleep", "wake_up", "discard"})
 
 
 def installed_version() -> str:
@@ -142,9 +147,34 @@ def wrap_worker() -> None:
     _check_worker(Worker)
     for name, replacement in _replacements().items():
         setattr(Worker, name, _for_this_backend(getattr(Worker, name), replacement))
+    _wrap_sleep(Worker)
     for name, method in _ADDED.items():
         setattr(Worker, name, method)
     Worker.refdelta_wrapped = True
+
+
+def _wrap_sleep(worker: type) -> None:
+    """Whatever sleeps, wakes or discards leaves the weights uncertain: all of them are audited before the next update.
+
+    A platform's worker overrides these methods (``CPUWorker`` with ones that do nothing), so each class is wrapped that
+    has one of its own.
+    """
+    for cls in _with_subclasses(worker):
+        for name in _SLEEP_METHODS & cls.__dict__.keys():
+            setattr(cls, name, _for_this_backend(cls.__dict__[name], _uncertain(name)))
+
+
+def _with_subclasses(cls: type) -> list[type]:
+    below: list[type] = cls.__subclasses__()
+    return [cls, *(found for one in below for found in _with_subclasses(one))]
+
+
+def _uncertain(name: str) -> _Replacement:
+    def replacement(worker: Any, engine: DeltaSnapshotEngine, original: _Original, *args: Any, **kwargs: Any) -> Any:
+        engine.base_uncertain(f"the worker ran {name}")
+        return original(worker, *args, **kwargs)
+
+    return replacement
 
 
 def _check_worker(worker: type) -> None:

@@ -48,7 +48,7 @@ def _run(step: Callable[[], Any], file: BinaryIO) -> int:
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a worker's memory is not worth a dump
         faulthandler.disable()  # an abort is an answer here
-        torch.set_num_threads(1)  # the threads of a pool do not survive a fork
+        torch._C.set_num_threads(1)  # a pool's threads do not survive a fork; vLLM's CPU workers disarm torch's own
         torch.save(step(), file)
         file.flush()
     except BaseException as error:  # whatever it is, the parent must learn of it, and nothing here may go on

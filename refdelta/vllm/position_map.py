@@ -87,15 +87,25 @@ class PositionMap:
 
     def fault(self, held: Tensor) -> str | None:
         """Why ``held`` cannot be this parameter rearranged and padded with zeros; None where it can."""
-        taken = torch.zeros(held.numel(), dtype=torch.bool)
-        for positions in self._slices():
-            if int(positions.min()) < 0 or int(positions.max()) >= held.numel():
-                return f"its elements would stand outside the {held.numel()} that the engine holds"
-            taken[positions] = True
-        if int(taken.sum()) != self.numel:
-            return "two of its elements would stand at one position"
-        padding = bits.gather(held, (~taken).nonzero().flatten())
+        try:
+            padding = bits.gather(held, self.unused(held.numel()))
+        except ValueError as error:
+            return str(error)
         return "its padding is not zero" if bits.bit_view(padding).any() else None
+
+    def unused(self, numel: int) -> Tensor:
+        """[n] int64: the positions, of ``numel`` that the engine holds, to which no element of the parameter goes.
+
+        Raises ValueError where elements would stand outside, or two at one position.
+        """
+        free = torch.ones(numel, dtype=torch.bool)
+        for positions in self._slices():
+            if int(positions.min()) < 0 or int(positions.max()) >= numel:
+                raise ValueError(f"its elements would stand outside the {numel} that the engine holds")
+            free[positions] = False
+        if numel - int(free.sum()) != self.numel:
+            raise ValueError("two of its elements would stand at one position")
+        return free.nonzero().flatten()
 
     def _slices(self) -> Iterator[Tensor]:
         """The positions of all elements, in order, one entry of the first table at a time."""

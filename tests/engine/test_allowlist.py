@@ -6,10 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from refdelta.spec import DeltaError, Reason
+from refdelta.vllm.adapters import SETTINGS
 from refdelta.vllm.allowlist import check_engine
+from refdelta.vllm.compiled import INDUCTOR_OPTIONS
 
 
 class Qwen3ForCausalLM(nn.Module):
@@ -24,6 +27,7 @@ def proven() -> SimpleNamespace:
     """A config like the one that the conformance suite runs."""
     return SimpleNamespace(
         model_config=SimpleNamespace(quantization=None, enforce_eager=True, enable_sleep_mode=False, use_mla=False),
+        compilation_config=SimpleNamespace(mode=SimpleNamespace(name="NONE")),
         parallel_config=SimpleNamespace(
             data_parallel_size=1,
             pipeline_parallel_size=1,
@@ -66,7 +70,7 @@ def test_the_proven_engine_passes() -> None:
     ("path", "value"),
     [
         ("model_config.quantization", "fp8"),
-        ("model_config.enforce_eager", False),
+        ("compilation_config.mode", SimpleNamespace(name="VLLM_COMPILE")),
         ("model_config.enable_sleep_mode", True),
         ("model_config.use_mla", True),
         ("parallel_config.data_parallel_size", 2),
@@ -82,20 +86,111 @@ def test_the_proven_engine_passes() -> None:
         ("load_config.load_format", "dummy"),
         ("offload_config.uva.cpu_offload_gb", 4),
         ("offload_config.prefetch.offload_group_size", 8),
-        ("lora_config", object()),
         ("speculative_config", object()),
         ("kv_transfer_config", object()),
     ],
 )
 def test_each_departure_is_refused_by_name(path: str, value: object) -> None:
     """`unsupported_engine: field=value`, one field at a time."""
-    config: Any = proven()
+    field = path.rpartition(".")[2]
+    config = departed(proven(), path, value)
+    assert f"{field.replace('device_type', 'device')}=" in refusal(config, Qwen3ForCausalLM())
+
+
+def compiled() -> SimpleNamespace:
+    """As vLLM makes it for a CPU where ``enforce_eager`` is off."""
+    config = proven()
+    config.model_config.enforce_eager = False
+    config.compilation_config = SimpleNamespace(
+        mode=SimpleNamespace(name="DYNAMO_TRACE_ONCE"),
+        backend="inductor",
+        custom_ops=["none"],
+        inductor_passes={},
+        splitting_ops=[],
+        compile_sizes=None,
+        inductor_compile_config=dict(INDUCTOR_OPTIONS),
+        dynamic_shapes_config=SimpleNamespace(type=SimpleNamespace(value="backed"), evaluate_guards=False),
+    )
+    return config
+
+
+def departed(config: SimpleNamespace, path: str, value: object) -> SimpleNamespace:
+    """``config`` with one field, ``a.b.c``, set."""
     *parents, field = path.split(".")
-    holder = config
+    holder: Any = config
     for parent in parents:
         holder = getattr(holder, parent)
     setattr(holder, field, value)
-    assert f"{field.replace('device_type', 'device')}=" in refusal(config, Qwen3ForCausalLM())
+    return config
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("mode", SimpleNamespace(name="VLLM_COMPILE"), "compilation_config.mode=VLLM_COMPILE"),
+        ("mode", SimpleNamespace(name="NONE"), "compilation_config.mode=NONE"),
+        ("backend", "my.backend", "compilation_config.backend=my.backend"),
+        ("inductor_passes", {"post_grad_custom_post_pass": "my.pass"}, "compilation_config.inductor_passes="),
+        ("splitting_ops", ["vllm.attention"], "compilation_config.splitting_ops="),
+        ("custom_ops", ["all"], "compilation_config.custom_ops="),
+        ("compile_sizes", [8], "compilation_config.compile_sizes="),
+        ("inductor_compile_config", {**INDUCTOR_OPTIONS, "freezing": True}, "inductor_compile_config.freezing=True"),
+        ("inductor_compile_config", {**INDUCTOR_OPTIONS, "max_autotune": False}, "config.max_autotune=False"),
+        ("inductor_compile_config", {**INDUCTOR_OPTIONS, "dce": 1}, "inductor_compile_config.dce=1"),
+        ("inductor_compile_config", {}, "inductor_compile_config.epilogue_fusion=None"),
+        ("dynamic_shapes_config.type", "unbacked", "dynamic_shapes_config.type=unbacked"),
+        ("dynamic_shapes_config.evaluate_guards", True, "dynamic_shapes_config.evaluate_guards=True"),
+    ],
+)
+def test_each_compile_setting_that_was_not_proven_is_refused(path: str, value: object, named: str) -> None:
+    """vLLM's own settings for a CPU pass; each departure from them is named."""
+    check_engine(compiled(), Qwen3ForCausalLM())
+    found = refusal(departed(compiled(), f"compilation_config.{path}", value), Qwen3ForCausalLM())
+    assert named in found
+
+
+def test_compilation_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; where the process turns on inductor's freezing; where graphs are not compiled ahead of time."""
+    gpu = departed(compiled(), "device_config.device_type", "cuda")
+    assert refusal(gpu, Qwen3ForCausalLM()).startswith("enforce_eager=False on cuda:")
+    with monkeypatch.context() as patch:
+        patch.setattr("torch._inductor.config.freezing", True)
+        assert refusal(compiled(), Qwen3ForCausalLM()).startswith("torch._inductor.config.freezing=True:")
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "0")
+    assert refusal(compiled(), Qwen3ForCausalLM()).startswith("VLLM_USE_AOT_COMPILE=False:")
+
+
+def with_lora() -> SimpleNamespace:
+    """As ``enable_lora=True`` makes it."""
+    return departed(proven(), "lora_config", SimpleNamespace(**SETTINGS, max_loras=1, max_lora_rank=16))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("lora_config.fully_sharded_loras", True, "lora_config.fully_sharded_loras=True"),
+        ("lora_config.target_modules", ["o_proj"], "lora_config.target_modules=['o_proj']"),
+        ("lora_config.lora_dtype", torch.float16, "lora_config.lora_dtype=torch.float16"),
+        ("lora_config.enable_moe_shared_loras", True, "lora_config.enable_moe_shared_loras=True"),
+        ("device_config.device_type", "cuda", "lora_config=on cuda"),
+    ],
+)
+def test_each_lora_setting_that_was_not_proven_is_refused(path: str, value: object, named: str) -> None:
+    """The defaults pass."""
+    check_engine(departed(with_lora(), "lora_config.lora_dtype", torch.bfloat16), Qwen3ForCausalLM())
+    assert refusal(departed(with_lora(), path, value), Qwen3ForCausalLM()).startswith(named)
+
+
+class Qwen3MoeForCausalLM(nn.Module):
+    """Proven, but not beside an adapter."""
+
+
+def test_lora_is_refused_where_it_was_not_run() -> None:
+    """On another architecture, and in a compiled engine."""
+    check_engine(proven(), Qwen3MoeForCausalLM())
+    assert "lora_config=on Qwen3MoeForCausalLM" in refusal(with_lora(), Qwen3MoeForCausalLM())
+    both = departed(compiled(), "lora_config", with_lora().lora_config)
+    assert "lora_config=with enforce_eager=False" in refusal(both, Qwen3ForCausalLM())
 
 
 def test_unknown_architectures_and_experts_are_refused() -> None:

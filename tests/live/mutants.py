@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from refdelta import bits, encode
@@ -42,6 +44,17 @@ def k_and_v_swapped() -> None:
 def q_norm_and_k_norm_swapped() -> None:
     """The changes of q_norm land in k_norm, and the reverse."""
     _patch(update, "_route", _renaming("q_norm", "k_norm"))
+
+
+def linear_weights_held_by_value() -> None:
+    """Products keep the weight that they saw first, as a graph would that folds it in; parameters look right."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    def apply(self: object, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        held: Tensor = layer.__dict__.setdefault("held_by_value", layer.weight.detach().clone())
+        return torch.nn.functional.linear(x, held, bias)
+
+    _patch(UnquantizedLinearMethod, "apply", apply)
 
 
 def second_rank_gets_first_rows() -> None:

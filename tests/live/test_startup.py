@@ -56,8 +56,9 @@ def test_packed_weights_are_refused_with_a_sentence(checkpoint: Path, tmp_path: 
 
 def test_an_engine_that_was_not_proven_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     """The allow-list reads the fields of a real engine's config, and names all that it refuses."""
-    text = refusal(checkpoint, tmp_path / "log", load_format="dummy", enforce_eager=False)
-    assert "refdelta[unsupported_engine]: enforce_eager=False, load_format=dummy:" in text
+    settings = {"inductor_compile_config": {"freezing": True}}
+    text = refusal(checkpoint, tmp_path / "log", load_format="dummy", enforce_eager=False, compilation_config=settings)
+    assert "refdelta[unsupported_engine]: load_format=dummy, inductor_compile_config.freezing=True:" in text
 
 
 @pytest.mark.parametrize(
