@@ -16,6 +16,7 @@ LIE: Final = "a client reports an update that the engine does not hold"
 STUCK: Final = "no sequence of calls leads to an update that works"
 PROPERTIES: Final = (MIXTURE, REPLY, LIE, STUCK)
 
+
 @dataclass(frozen=True)
 class Program:
     """What a client calls, in order. After an error it goes to its last call, if that is not where it is."""
@@ -25,14 +26,15 @@ class Program:
     """The call after whose good answer it tells its caller that the update is there."""
 
 
-ANYTHING: Final = ("pause", "start", "update", "finish", "resume")
+ANYTHING: Final = ("pause", "start", "update", "finish", "abort", "audit", "resume")
+CALLS: Final = ("pause", "start", "update", "finish", "resume")
 PROGRAMS: Final[Mapping[str, Program]] = {
     # The usual client of vLLM's own interface: it resumes whatever happens.
     "plain": Program(("pause", "start", "update", "finish", "resume"), "finish"),
     # refdelta.vllm.client.Client.sync; `check` reads what was committed last.
     "sync": Program(("pause", "start", "update", "finish", "check", "resume"), "check"),
-    # refdelta.vllm.client.Client.recover: an open session is dropped by an empty one.
-    "recover": Program(("start", "finish", "resume")),
+    # refdelta.vllm.client.Client.recover.
+    "recover": Program(("abort", "audit", "resume")),
     # Anybody, at any time.
     **{call: Program((call,)) for call in ANYTHING},
 }
@@ -53,7 +55,7 @@ class Client:
 class World:
     """The engine, its clients, and how many faults may still strike."""
 
-    engine: State = State()
+    engine: State = field(default_factory=State)
     clients: tuple[Client, ...] = (Client(),)
     budget: int = 2
 
@@ -66,6 +68,8 @@ class Step:
     call: str
     faults: tuple[Fault, ...] = ()
     answer: Answer | None = None
+    reports: bool = False
+    """Whether the client then tells its caller that the update is there."""
 
     def __str__(self) -> str:
         who = f"client {self.client}: " if self.client >= 0 else ""
@@ -96,6 +100,9 @@ class Protocol:
     programs: tuple[str, ...] = ("sync", "recover")
     clients: int = 2
     budget: int = 2
+    """Faults in one schedule."""
+    stops: bool = True
+    """Whether clients may stop anywhere."""
 
 
 @dataclass
@@ -104,6 +111,8 @@ class Found:
 
     states: int = 0
     transitions: int = 0
+    updates: int = 0
+    """Transitions in which a client rightly reports an update."""
     traces: dict[str, Trace] = field(default_factory=dict)
 
 
@@ -119,6 +128,7 @@ def explore(protocol: Protocol) -> Found:
         found.states += 1
         for step, after, broken in _transitions(world, protocol):
             found.transitions += 1
+            found.updates += step.reports and LIE not in broken
             new = after not in came
             if new:
                 came[after] = (world, step)
@@ -162,7 +172,8 @@ def _transitions(world: World, protocol: Protocol) -> Iterator[tuple[Step, World
         yield Step(-1, "a worker is killed"), replace(world, engine=dead, budget=world.budget - 1), []
     for number, client in enumerate(world.clients):
         if client.program is not None:
-            yield Step(number, "stops"), _with(world, number, Client()), []
+            if protocol.stops:
+                yield Step(number, "stops"), _with(world, number, Client()), []
             yield from _next(world, number, client, protocol)
         else:
             for program in protocol.programs:
@@ -194,12 +205,16 @@ def _next(world: World, number: int, client: Client, protocol: Protocol) -> Iter
         return engine.state, answer
 
     for faults, (engine, answer) in outcomes(run, world.budget):
-        after, reports_success = _advanced(client, program, answer)
+        after, reports = _advanced(client, program, answer)
         broken = [REPLY] if answer.late else []
-        if reports_success and any(rank.weights != payload_of(number) for rank in engine.ranks):
+        if reports and any(rank.weights != payload_of(number) for rank in engine.ranks):
             broken.append(LIE)
         left = world.budget - len(faults)
-        yield Step(number, call, faults, answer), _with(world, number, after, engine=engine, budget=left), broken
+        yield (
+            Step(number, call, faults, answer, reports),
+            _with(world, number, after, engine=engine, budget=left),
+            broken,
+        )
 
 
 def perform(engine: Engine, call: str, payload: str) -> Answer:
@@ -241,7 +256,7 @@ def _can_update(engine: State, protocol: Protocol) -> bool:
     frontier = deque([engine])
     while frontier:
         here = frontier.popleft()
-        for call in ANYTHING:
+        for call in CALLS:
             then = Engine(here, Chance(0), protocol.worker, protocol.mutations)
             answer = perform(then, call, "a")
             whole = all(rank.weights == rank.last == "a" for rank in then.state.ranks)

@@ -7,9 +7,9 @@ What each part stands for, in vLLM 0.32 and in refdelta:
 | `Engine.collective_rpc` | ``MultiprocExecutor.collective_rpc`` (``v1/executor/multiproc_executor.py``): replies are read in rank order up to the first failure, the rest stay queued |
 | `Engine.pause` | ``EngineCore.pause_scheduler``, which calls ``synchronize_device`` on all ranks |
 | `Native` | ``Worker.start_weight_update``, ``update_weights``, ``finish_weight_update`` (``v1/worker/gpu_worker.py``) with a backend that writes in update and raises where it fails |
-| `Refdelta.start`, `update`, `finish`, `_step`, `_raise`, `_undo`, `_open`, `_stage`, `_prepared` | the methods of `refdelta.vllm.backend.DeltaSnapshotEngine` of (nearly) the same names |
+| `Refdelta.start`, ``update``, ``finish``, ``abort``, ``audit``, ``_step``, ``_raise``, ``_undo``, ``_open``, ``_stage``, ``_write`` | the methods of `refdelta.vllm.backend.DeltaSnapshotEngine` of these names (``update_from`` and so on); its steps ``prepare`` and ``settle`` are one here |
 | `Refdelta.together`, ``speaks`` | `refdelta.vllm.ranks.RankGroup.together`, ``speaks`` |
-| `Refdelta._write`, ``undo`` | `refdelta.vllm.session.Session.write`, ``undo`` |
+| `Worker.write` | `refdelta.vllm.update.Update.write` and ``undo``, `refdelta.vllm.session.Session` holds what they write |
 | `Refdelta.call`, ``active`` | `refdelta.vllm.compat.wrap_worker`: the Worker's flag follows the backend's session |
 | ``EngineEnds`` | `refdelta.vllm.backend._end_engine` |
 
@@ -212,13 +212,14 @@ class Refdelta(Worker):
             "flag not reset",
             "payloads not compared",
             "refuses before the agreement",
+            "audits before the agreement",
             "survives a failed undo",
         }
     )
 
     def call(self, method: str, payload: str | None) -> Run:
         """The Worker's flag follows the session (`compat._for_this_backend`)."""
-        if method not in ("start", "update", "finish"):
+        if method in ("synchronize_device", "status"):
             return (yield from super().call(method, payload))
         if "flag not reset" in self.mutations:
             return (yield from self._behind_the_flag(method, payload))
@@ -231,7 +232,7 @@ class Refdelta(Worker):
 
     def _behind_the_flag(self, method: str, payload: str | None) -> Run:
         """As the Worker does it where it is not wrapped."""
-        if (method == "start") == self.state.active:
+        if method in ("start", "update", "finish") and (method == "start") == self.state.active:
             raise Refused("the Worker's own flag")
         try:
             yield from super().call(method, payload)
@@ -239,7 +240,8 @@ class Refdelta(Worker):
             if method == "update":
                 self.change(active=False)
             raise
-        self.change(active=method != "finish")
+        if method in ("start", "finish"):
+            self.change(active=method == "start")
         return None
 
     def start(self, payload: str | None) -> Run:
@@ -280,6 +282,18 @@ class Refdelta(Worker):
             self.change(last=staged[-1])
         return None
 
+    def abort(self, payload: str | None) -> Run:
+        """`abort_weight_update`: drops what is open."""
+        yield from self._step("abort", lambda: self.change(staged=None))
+        return None
+
+    def audit(self, payload: str | None) -> Run:
+        """`audit`: reads every weight, which may fail."""
+        if "audits before the agreement" in self.mutations:
+            self.may_fail("audit")
+        yield from self._step("audit", lambda: self.may_fail("audit"))
+        return None
+
     @property
     def speaks(self) -> bool:
         """`RankGroup.speaks`."""
@@ -293,7 +307,7 @@ class Refdelta(Worker):
         except Refused as failure:
             error = str(failure)
         reports = yield step, agreed, error
-        if any(other[2] for other in reports):
+        if any(failed for _, _, failed in reports):
             raise StepFailed(step)
         if len(set(reports)) > 1:
             raise StepFailed("rank_disagreement")
