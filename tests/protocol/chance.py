@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -41,6 +41,22 @@ class Chance:
             return None
         self.faults.append(Fault(rank, point, kinds[chosen - 1]))
         return kinds[chosen - 1]
+
+
+class Scripted(Chance):
+    """The faults that are given, each once, and no other."""
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
+        super().__init__(0)
+        self._left = list(faults)
+
+    def fault(self, rank: int, point: str, *kinds: str) -> str | None:
+        """The kind of the given fault at this point."""
+        for fault in self._left:
+            if fault[:2] == (rank, point) and fault.kind in kinds:
+                self._left.remove(fault)
+                return fault.kind
+        return None
 
 
 def outcomes(step: Callable[[Chance], T], budget: int) -> Iterator[tuple[tuple[Fault, ...], T]]:

@@ -128,6 +128,8 @@ class Worker:
             return None
         if method == "status":
             return self.state.last, self.state.staged
+        if method == "echo":
+            return payload
         run: Run = getattr(self, method)(payload)
         return (yield from run)
 
@@ -219,7 +221,7 @@ class Refdelta(Worker):
 
     def call(self, method: str, payload: str | None) -> Run:
         """The Worker's flag follows the session (`compat._for_this_backend`)."""
-        if method in ("synchronize_device", "status"):
+        if method in ("synchronize_device", "status", "echo"):
             return (yield from super().call(method, payload))
         if "flag not reset" in self.mutations:
             return (yield from self._behind_the_flag(method, payload))
