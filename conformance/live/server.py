@@ -23,10 +23,15 @@ from conformance.live.runner import CALL_TIMEOUT, START_TIMEOUT
 
 
 class Server:
-    """``vllm.entrypoints.openai.api_server`` on a free local port, in its own process group; a context manager."""
+    """``vllm.entrypoints.openai.api_server`` on a free local port, in its own process group; a context manager.
 
-    def __init__(self, checkpoint: Path, backend: str, env: Mapping[str, str], log: Path) -> None:
-        self._url = f"http://127.0.0.1:{_free_port()}"
+    ``arguments`` come after the suite's own, and override them.
+    """
+
+    def __init__(
+        self, checkpoint: Path, backend: str, env: Mapping[str, str], log: Path, arguments: Sequence[str] = ()
+    ) -> None:
+        self.url = f"http://127.0.0.1:{_free_port()}"
         self._log = log
         with log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -34,7 +39,8 @@ class Server:
                     sys.executable,
                     "-m",
                     "vllm.entrypoints.openai.api_server",
-                    *_arguments(checkpoint, backend, self._url),
+                    *_arguments(checkpoint, backend, self.url),
+                    *arguments,
                 ],
                 env={**env, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
                 stdin=subprocess.DEVNULL,
@@ -45,7 +51,7 @@ class Server:
             )
         # No proxy for a local server, and a connection for each request: uvicorn closes one after a 500 that it sent.
         self._client = httpx.Client(
-            base_url=self._url, timeout=CALL_TIMEOUT, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+            base_url=self.url, timeout=CALL_TIMEOUT, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
         )
 
     def wait_until_ready(self) -> None:

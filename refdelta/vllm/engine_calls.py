@@ -10,7 +10,10 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from refdelta.spec import DeltaError, Reason
 
-__all__ = ["Engine", "LocalEngine", "PauseMode", "unexpected"]
+__all__ = ["Engine", "LocalEngine", "PauseMode", "stated", "unexpected"]
+
+_EXECUTOR_SAYS = "', please check the stack trace above for the root cause"
+"""What vLLM's executor puts behind a worker's error, in one line with it (``v1/executor/multiproc_executor.py``)."""
 
 PauseMode = Literal["keep", "abort"]
 T = TypeVar("T")
@@ -49,6 +52,14 @@ class Engine(Protocol):
 
     def weight_version(self) -> str:
         """The version that vLLM was last told."""
+
+
+def stated(text: str) -> DeltaError | None:
+    """The backend's error in what vLLM says of a failure, or None."""
+    found = DeltaError.parse(text)
+    if found is None:
+        return None
+    return DeltaError(found.reason, found.detail.partition(_EXECUTOR_SAYS)[0], found.tensor)
 
 
 def unexpected(call: str, found: object) -> DeltaError:
@@ -110,4 +121,4 @@ def _call(name: str, call: Callable[[], T]) -> T:
     try:
         return call()
     except Exception as error:
-        raise DeltaError.parse(str(error)) or unexpected(name, f"{type(error).__name__}: {error}") from error
+        raise stated(str(error)) or unexpected(name, f"{type(error).__name__}: {error}") from error

@@ -13,8 +13,7 @@ from typing import Any, Self
 import httpx
 import tenacity
 
-from refdelta.spec import DeltaError
-from refdelta.vllm.engine_calls import PauseMode, unexpected
+from refdelta.vllm.engine_calls import PauseMode, stated, unexpected
 
 __all__ = ["HttpEngine", "Timeouts"]
 
@@ -174,7 +173,7 @@ class HttpEngine:
 def _read(call: str, answer: httpx.Response) -> dict[str, Any]:
     """The JSON object of an answer of 200; anything else raises."""
     if answer.status_code != httpx.codes.OK:
-        raise DeltaError.parse(answer.text) or unexpected(call, f"HTTP {answer.status_code}: {answer.text}")
+        raise stated(answer.text) or unexpected(call, f"HTTP {answer.status_code}: {answer.text}")
     try:
         found = answer.json()
     except ValueError:

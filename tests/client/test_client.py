@@ -147,10 +147,11 @@ def test_an_odd_answer_at_any_call(server: FakeServer, call: str, odd: str) -> N
 
 @pytest.mark.parametrize("call", UPDATE)
 def test_the_backends_reason_comes_back(server: FakeServer, call: str) -> None:
-    text = "Exception: Worker failed with error 'refdelta[index_range] tensor=a.b: 9 of 4', please check the stack"
+    worker = "refdelta[index_range] tensor=a.b: 9 of 4"
+    text = f"Worker failed with error '{worker}', please check the stack trace above for the root cause"
     server.react(call, lambda request: failed(text))
     error = refused(lambda: server.client().sync("/d1"))
-    assert (error.reason, error.tensor) == (Reason.INDEX_RANGE, "a.b")
+    assert (error.reason, error.detail, error.tensor) == (Reason.INDEX_RANGE, "9 of 4", "a.b")
     serves(server, "base")
 
 

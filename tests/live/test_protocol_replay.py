@@ -1,8 +1,8 @@
 """What the protocol model says, on live engines at TP=2: call by call, answer by answer, rank by rank.
 
 The schedules are those in which the model finds vLLM's own protocol wanting, and every single fault at every point.
-With a backend that raises where it fails, the live engine goes wrong exactly as the model says: a reply of another call,
-a mixture that serves, a session that never opens again. On ``delta_snapshot`` the same schedules do no harm.
+With a backend that raises where it fails, the live engine goes wrong exactly as the model says: a reply of another
+call, a mixture that serves, a session that never opens again. On ``delta_snapshot`` the same schedules do no harm.
 """
 
 from __future__ import annotations
