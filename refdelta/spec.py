@@ -146,6 +146,7 @@ class Reason(StrEnum):
     RANK_FAILED = "rank_failed", "another rank refused or failed"
     RANK_DISAGREEMENT = "rank_disagreement", "ranks hold different sessions or payloads"
     FENCED = "fenced", "the engine takes no updates any more, or none of this sender"
+    BAD_ANSWER = "bad_answer", "an engine did not answer a call, or not as the call has to be answered"
     BAD_OPTION = "bad_option", "an option or argument that is unknown or has an illegal value"
 
 

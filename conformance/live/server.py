@@ -23,17 +23,14 @@ from conformance.live.runner import CALL_TIMEOUT, START_TIMEOUT
 
 
 class Server:
-    """``vllm.entrypoints.openai.api_server`` on a free local port, in its own process group; a context manager."""
+    """``vllm.entrypoints.openai.api_server`` on a free local port, in its own process group; a context manager.
+
+    ``arguments`` come after the suite's own, and override them.
+    """
 
     def __init__(
-        self,
-        checkpoint: Path,
-        backend: str | None,
-        env: Mapping[str, str],
-        log: Path,
-        arguments: Sequence[str] = (),
+        self, checkpoint: Path, backend: str | None, env: Mapping[str, str], log: Path, arguments: Sequence[str] = ()
     ) -> None:
-        """``arguments`` are further ones of its command line."""
         self.url = f"http://127.0.0.1:{_free_port()}"
         self._log = log
         with log.open("ab") as output:

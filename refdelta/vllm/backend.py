@@ -73,6 +73,8 @@ class DeltaUpdateInfo(WeightTransferUpdateInfo):
 class Last:
     """What the last update did on this rank; part of `DeltaSnapshotEngine.status`."""
 
+    sources: list[str]
+    """What was staged in it, in the client's words: how a client knows that it was its own."""
     changed: int
     written: int
     dropped: dict[str, str]
@@ -117,8 +119,8 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
             logger.warning("refdelta: dropping update session %d, which was never finished", self.session.number)
         self._sessions += 1
         self.session = None
-        if self._unaudited is not None:
-            self.audit()
+        if self._unaudited is not None and self._audit() is None:
+            return  # the rank that speaks has raised
         self._step("start", self._open)
 
     def update_from(self, update_info: Any, rank: int) -> None:
@@ -211,13 +213,26 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
 
     def audit(self) -> dict[str, Any]:
         """Hold every block of this rank against its digest. A mismatch on any rank fences the engine."""
-        numbers = self.shares.auditable
-        found = self.shares.differing(self.target.attestation.proved, numbers)
+        found = self._audit()
+        elements = self.shares.elements(self.shares.auditable)
+        return {"rank": self.ranks.rank, "elements": elements, "mismatched": found or {}}
+
+    def _audit(self) -> dict[str, str] | None:
+        """What differs on this rank; None where some rank could not look."""
+        found: dict[str, str] = {}
+
+        def look() -> Told:
+            found.update(self.shares.differing(self.target.attestation.proved, self.shares.auditable))
+            return Told(None, found)
+
+        told = self._step("audit", look)
+        if told is None:
+            return None
         self._unaudited = None
-        for rank, other in enumerate(self.ranks.together("audit", lambda: Told(None, found))):
+        for rank, other in enumerate(told):
             for name, where in other.items():
                 self._fence = self._fence or f"audit: rank {rank}: {name}: {where} changed without an update"
-        return {"rank": self.ranks.rank, "elements": self.shares.elements(numbers), "mismatched": found}
+        return found
 
     def base_lost(self, why: str) -> None:
         """The weights are no longer those of the ledger: refuse deltas until an anchor."""
@@ -244,6 +259,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         session = self._opened()
         info = _parsed(self.parse_update_info, update_info)
         session.options = session.options.with_(vars(info))
+        session.sources.append(info.target_weights_path)
         path, stated = Path(info.target_weights_path), Stated(info.run_id, info.version, info.digest)
         if is_checkpoint(path):
             return [session.number, session.stage_anchor(path, stated, (self.ranks.rank, self.ranks.size))]
@@ -280,7 +296,8 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
             self._fence = self._unaudited = None
         self._error = None
         seconds = {phase: round(took, 6) for phase, took in session.seconds.items()}
-        self._last = Last(update.changed, update.written, dict(update.dropped), session.audited, seconds)
+        done = (update.changed, update.written, dict(update.dropped), session.audited)
+        self._last = Last(session.sources, *done, seconds)
         logger.info("refdelta: %s; %s", ledger.name, self._last)
 
     def _step(self, name: str, action: Callable[[], Agreed | Told]) -> list[Any] | None:
@@ -304,7 +321,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         except StepFailed as second:
             _end_engine(f"{failure}; then {second}")
         if failure.reason is Reason.DIGEST_MISMATCH:
-            self.audit()  # what differs without an update fences the engine
+            self._audit()  # what differs without an update fences the engine
 
 
 def _of_rank(update_info: Any, rank: int) -> Any:

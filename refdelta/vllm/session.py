@@ -38,6 +38,8 @@ class Session:
     """As overridden by the updates of this session."""
     fence: str | None = None
     """Why the engine takes nothing but an anchor."""
+    sources: list[str] = field(default_factory=list)
+    """What was to be staged, as the client named it."""
     deltas: list[Delta] = field(default_factory=list)
     fingerprints: list[str] = field(default_factory=list)
     """Of each staged delta or anchor: what the ranks agree on."""

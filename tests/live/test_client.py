@@ -1,0 +1,311 @@
+"""The client on live engines: what each KV policy does to requests and cache, and what killed clients leave."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from conformance import checkpoints, oracle
+from conformance.checkpoints import State
+from conformance.live import changes
+from conformance.live.runner import environment
+from conformance.live.server import Server
+from refdelta import DeltaEncoder, write_delta
+from refdelta.digest import state_digest
+from refdelta.spec import DeltaError, Reason
+from refdelta.vllm.client import Client
+from refdelta.vllm.http_engine import HttpEngine
+from tests.live.cut import Cut, Killed
+
+ROOT = Path(__file__).parents[2]
+VOCABULARY = 203
+BLOCK = 128
+PROMPT = [(3 + 7 * i * i) % VOCABULARY for i in range(2 * BLOCK + 40)]
+"""Two whole cache blocks and a rest."""
+RUNNING = [(11 + 5 * i * i) % VOCABULARY for i in range(2 * BLOCK + 20)]
+
+
+def checkpoint_in(tmp: Path) -> checkpoints.Checkpoint:
+    """A tiny Qwen3 that takes prompts of more than two cache blocks."""
+    checkpoint = checkpoints.make("qwen3-untied", tmp / "base")
+    assert checkpoint.vocab_size >= VOCABULARY
+    config = checkpoint.directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 512}))
+    return checkpoint
+
+
+# --- policies, against fresh engines ---------------------------------------------------------------------------------
+
+
+def child(scratch: Path, name: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Run `kv_child`; truths run without refdelta's plugin."""
+    ours = job["backend"] is not None
+    (scratch / f"{name}.json").write_text(json.dumps(job))
+    out = scratch / f"{name}.out"
+    command = [sys.executable, "-m", "tests.live.kv_child", str(scratch / f"{name}.json"), str(out)]
+    env = environment(plugins="refdelta" if ours else "", unpack=not ours)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@dataclass
+class Kv:
+    """What an engine answered before and after two updates, and what fresh engines answer."""
+
+    found: dict[str, Any]
+    truths: list[dict[str, Any]]
+    """Of versions 1 and 2."""
+    digests: list[str]
+
+
+@pytest.fixture(scope="module")
+def kv(tmp_path_factory: pytest.TempPathFactory) -> Kv:
+    """One engine through both policies with a request in flight each, then a fresh one for each version."""
+    tmp = tmp_path_factory.mktemp("kv")
+    checkpoint = checkpoint_in(tmp)
+    states = [checkpoints.load(checkpoint.directory)]
+    encoder = DeltaEncoder(states[0], run_id="kv")
+    for number in (1, 2):
+        states.append(changes.every_tensor(states[-1], f"kv{number}"))
+        delta = encoder.encode(states[-1])
+        write_delta(delta, tmp / f"d{number}")
+        encoder.commit(delta)
+    steps = [
+        ["ask", "cold", PROMPT, 4],
+        ["ask", "warm", PROMPT, 4],
+        ["begin", "kept", RUNNING, 24, 8],
+        ["sync", str(tmp / "d1"), "keep"],
+        ["end", "kept"],
+        ["ask", "after keep", PROMPT, 4],
+        ["begin", "recomputed", RUNNING, 24, 8],
+        ["sync", str(tmp / "d2"), "reset_prefix"],
+        ["end", "recomputed"],
+        ["ask", "after reset", PROMPT, 4],
+        ["ask", "warm again", PROMPT, 4],
+    ]
+    found = child(tmp, "live", {"checkpoint": str(checkpoint.directory), "backend": "delta_snapshot", "steps": steps})
+    made = found["recomputed before"]["tokens"]
+    asks = [["ask", "prompt", PROMPT, 4], ["ask", "rest", RUNNING + made, 24 - len(made)]]
+    truths = []
+    for number, state in enumerate(states[1:], 1):
+        directory = checkpoints.with_state(checkpoint.directory, state, tmp / f"state{number}")
+        truths.append(child(tmp, f"fresh{number}", {"checkpoint": str(directory), "backend": None, "steps": asks}))
+    return Kv(found, truths, [state_digest(state) for state in states])
+
+
+def answer(record: dict[str, Any]) -> tuple[Any, Any]:
+    """Tokens and exact log-probabilities."""
+    return record["tokens"], record["logprobs"]
+
+
+def test_the_versions_answer_differently(kv: Kv) -> None:
+    """Else the rest shows nothing."""
+    answers = [kv.found["cold"], *(truth["prompt"] for truth in kv.truths)]
+    assert len({json.dumps(answer(record)) for record in answers}) == 3
+
+
+def test_keep_keeps_hits_and_finishes_requests(kv: Kv) -> None:
+    found = kv.found
+    assert found["warm"]["cached"] == 2 * BLOCK
+    assert found["after keep"]["cached"] == 2 * BLOCK
+    assert 0 < len(found["kept before"]["tokens"]) < 24
+    assert found["kept before"]["tokens"] == found["kept"]["tokens"][: len(found["kept before"]["tokens"])]
+    assert (len(found["kept"]["tokens"]), found["kept"]["reason"]) == (24, "length")
+    assert answer(found["after keep"]) != answer(kv.truths[0]["prompt"]), "stale keys, as documented"
+
+
+def test_reset_prefix_answers_as_a_fresh_engine(kv: Kv) -> None:
+    """A prompt that was cached before; and a running request, whose further tokens are of the new weights alone."""
+    found = kv.found
+    assert found["after keep"]["cached"] > 0
+    assert found["after reset"]["cached"] == 0
+    assert answer(found["after reset"]) == answer(kv.truths[1]["prompt"])
+    assert found["warm again"]["cached"] == 2 * BLOCK
+    made = len(found["recomputed before"]["tokens"])
+    assert 0 < made < 24
+    assert (len(found["recomputed"]["tokens"]), found["recomputed"]["reason"]) == (24, "length")
+    assert found["recomputed"]["tokens"][made:] == kv.truths[1]["rest"]["tokens"]
+    assert found["recomputed"]["logprobs"][made:] == kv.truths[1]["rest"]["logprobs"]
+
+
+def test_what_a_local_sync_returns(kv: Kv) -> None:
+    for version, policy in enumerate(("keep", "reset_prefix"), 1):
+        done = kv.found[f"sync {policy}"]
+        assert (done["version"], done["digest"]) == (version, kv.digests[version])
+        assert (done["paused"], done["weight_version"]) == (False, policy)
+        phases = {"pause", "update", "finish", "kv", "resume", "read", "stage", "write", "verify", "total"}
+        assert set(done["seconds"]) == phases
+        assert all(seconds > 0 for phase, seconds in done["seconds"].items())
+
+
+# --- over HTTP, on two ranks -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Http:
+    """A server at TP=2, two states, and the deltas between them."""
+
+    server: Server
+    there: Path
+    back: Path
+    scratch: Path
+    digests: list[str]
+
+    def client(self, transport: httpx.BaseTransport | None = None) -> Client:
+        """A new client."""
+        return Client(HttpEngine(self.server.url, transport=transport))
+
+    def at(self) -> int:
+        """Which state the engine is in, as all ranks say."""
+        return self.digests.index(str(self.client().status().digest))
+
+    def delta(self) -> Path:
+        """From the state that the engine is in to the other."""
+        return (self.there, self.back)[self.at()]
+
+    def ask(self, salt: str | None = None, tokens: int = 4) -> tuple[int, list[tuple[int, float]]]:
+        """Cached tokens, and the new ones with their log-probabilities. A salt of its own finds no cache."""
+        sampling = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 1}
+        body = {"token_ids": PROMPT, "sampling_params": sampling} | ({"cache_salt": salt} if salt else {})
+        found = self.server.post("/inference/v1/generate", body).raise_for_status().json()
+        content = found["choices"][0]["logprobs"]["content"]
+        made = [(each["token_id"], each["logprob"]) for each in content]
+        return found["usage"]["prompt_tokens_details"]["cached_tokens"], made
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Http]:
+    tmp = tmp_path_factory.mktemp("http")
+    checkpoint = checkpoint_in(tmp)
+    old = checkpoints.load(checkpoint.directory)
+    new = changes.every_tensor(old, "http")
+
+    def delta(name: str, before: State, after: State) -> Path:
+        path = tmp / name
+        oracle.write_delta(path, oracle.expected_patches(before, after), oracle.total_elements(before))
+        return path
+
+    arguments = ["--tensor-parallel-size", "2", "--enable-prefix-caching", "--max-model-len", "512"]
+    env = environment(plugins="refdelta")
+    with Server(
+        checkpoint.directory,
+        "delta_snapshot",
+        env,
+        tmp / "server.log",
+        [*arguments, "--enable-prompt-tokens-details"],
+    ) as server:
+        server.wait_until_ready()
+        digests = [state_digest(old), state_digest(new)]
+        yield Http(server, delta("there", old, new), delta("back", new, old), tmp, digests)
+
+
+def in_flight(http: Http, kv: Any) -> tuple[str, int]:
+    """Start a long request, update while it runs, and read it to its end: how it finished, and how many tokens."""
+    sampling = {"temperature": 0.0, "max_tokens": 160, "ignore_eos": True}
+    body = {"token_ids": RUNNING, "sampling_params": sampling, "stream": True}
+    reason, tokens = "", 0
+    with httpx.stream(
+        "POST", f"{http.server.url}/inference/v1/generate", json=body, timeout=120, trust_env=False
+    ) as it:
+        for line in it.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            for choice in json.loads(line.removeprefix("data: ")).get("choices", ()):
+                if tokens == 0:
+                    http.client().sync(http.delta(), kv=kv, weight_version=f"{kv}")
+                tokens += len(choice.get("token_ids") or ())
+                reason = choice.get("finish_reason") or reason
+    return reason, tokens
+
+
+@pytest.mark.parametrize(("kv", "ends"), [("keep", "length"), ("reset_prefix", "length"), ("abort", "abort")])
+def test_policies_over_http(http: Http, kv: str, ends: str) -> None:
+    """Requests in flight and the cache, by vLLM's own counters."""
+    http.ask()
+    assert http.ask()[0] == 2 * BLOCK
+    before = http.at()
+    reason, tokens = in_flight(http, kv)
+    assert http.at() != before
+    assert reason == ends
+    assert tokens == 160 if ends == "length" else tokens < 160
+    cached, made = http.ask()
+    assert cached == (2 * BLOCK if kv == "keep" else 0)
+    uncached, alone = http.ask(salt=f"salt of {kv}")
+    assert uncached == 0
+    assert (made == alone) == (kv != "keep"), "stale keys answer, or do not"
+    assert http.client().status().weight_version == kv
+    http.client().recover()
+
+
+def test_a_refusal_leaves_it_serving(http: Http) -> None:
+    """The reason crosses two processes and an HTTP answer; the next update works."""
+    before, answers = http.at(), http.ask(salt="refusal")
+    for _ in range(2):
+        with pytest.raises(DeltaError) as found:
+            http.client().sync("/nonexistent", kv="reset_prefix")
+        assert found.value.reason is Reason.NOT_A_DELTA
+        assert found.value.detail == "rank 0: no directory /nonexistent"
+    status = http.client().status()
+    assert (status.paused, status.session, http.at()) == (False, None, before)
+    assert status.last_error is not None
+    assert status.last_error.reason is Reason.NOT_A_DELTA
+    assert http.ask(salt="refusal once more") == answers
+    http.client().sync(http.delta(), kv="reset_prefix")
+    assert http.at() != before
+
+
+def calls_of_a_sync(http: Http) -> list[str]:
+    """The calls of one whole update, in order."""
+    transport = Cut(10_000, unheard=False)
+    http.client(transport).sync(http.delta(), kv="reset_prefix", weight_version="whole")
+    return transport.calls
+
+
+def test_a_client_that_ends_between_any_two_calls(http: Http) -> None:
+    """At every call, before it is sent and after it was done unheard: a new client brings the engine back."""
+    answers = {}
+    for _ in range(2):
+        answers[http.at()] = http.ask(salt=f"state {http.at()}")[1]
+        http.client().sync(http.delta(), kv="reset_prefix")
+    assert answers[0] != answers[1]
+    calls = calls_of_a_sync(http)
+    assert calls[-2:] == ["/resume", "/is_paused"]
+    changed = []
+    for number in range(len(calls)):
+        for unheard in (False, True):
+            before = http.at()
+            with pytest.raises(Killed):
+                http.client(Cut(number, unheard=unheard)).sync(http.delta(), kv="reset_prefix", weight_version="cut")
+            status = http.client().recover()
+            where = f"{'after' if unheard else 'before'} call {number}, {calls[number]}"
+            assert (status.paused, status.session, status.fence, status.ranks) == (False, None, None, 2), where
+            after = http.digests.index(str(status.digest))
+            assert http.ask()[1] == answers[after], where
+            changed.append(after != before)
+    finish = calls.index("/finish_weight_update")
+    assert changed == [number > 2 * finish for number in range(2 * len(calls))], "old before finish was done, new after"
+
+
+@pytest.mark.parametrize("path", ["/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/resume"])
+def test_a_client_that_is_killed_in_a_call(http: Http, path: str) -> None:
+    """A real process and SIGKILL: old or new, serving, and the next update works."""
+    command = [sys.executable, "-m", "tests.live.cut", http.server.url, str(http.delta()), path]
+    done = subprocess.run(command, cwd=ROOT, check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    status = http.client().recover()
+    assert (status.paused, status.session) == (False, None)
+    before = http.at()
+    http.client().sync(http.delta(), kv="reset_prefix")
+    assert http.at() != before
+    assert http.client().audit().holds
