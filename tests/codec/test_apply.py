@@ -218,6 +218,29 @@ def test_memory_shared_between_dtypes_is_refused() -> None:
     assert not conflict(Delta((patch("a", (4,), [1], torch.ones(1)),), 12), {"a": shared[:4], "b": shared[4:]})
 
 
+def test_views_of_other_dtypes_conflict_even_where_both_state_the_same_bits() -> None:
+    """Position 1 with bits 5 is bytes 4 to 7 of one and bytes 2 and 3 of the other."""
+    wide = torch.zeros(2, 2)
+    weights = {"narrow": wide.view(torch.float16), "wide": wide}
+    five = torch.tensor([5], dtype=torch.int32).view(torch.float32), torch.tensor([5], dtype=torch.int16)
+    patches = patch("wide", (2, 2), [1], five[0]), patch("narrow", (2, 4), [1], five[1].view(torch.float16))
+    assert conflict(Delta(patches, 12), weights)
+
+
+def test_views_that_begin_in_the_middle_of_an_element_conflict() -> None:
+    """One byte apart, with bits under which every statement looks repeated."""
+    raw = bytearray(10)
+    weights = {name: torch.frombuffer(raw, dtype=torch.int16, count=4, offset=at) for name, at in (("a", 0), ("b", 1))}
+    five = torch.tensor([5, 5], dtype=torch.int16)
+    assert conflict(Delta((patch("a", (4,), [0, 1], five), patch("b", (4,), [0], five[:1])), 8), weights)
+
+
+def test_an_expanded_view_of_what_changes_is_a_conflict() -> None:
+    plain = torch.zeros(3)
+    weights = {"expanded": plain[1:2].expand(4), "plain": plain}
+    assert conflict(Delta((patch("plain", (3,), [1], torch.ones(1)),), 7), weights)
+
+
 def test_names_that_a_module_ties_change_under_any_of_them() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

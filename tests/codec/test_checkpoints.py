@@ -190,6 +190,23 @@ def test_only_regular_files_are_read(tmp_path: Path, name: str) -> None:
     assert refusal(lambda: Checkpoint(folder)).reason is Reason.UNREADABLE
 
 
+@pytest.mark.parametrize("lost", ["model-1.safetensors", "model-2.safetensors"])
+def test_fault_22_a_shard_that_is_missing_is_an_error(tmp_path: Path, lost: str) -> None:
+    """A download that skipped a file: refused by name, whether or not the delta reaches it; nothing is written."""
+    base, target, _, delta = small(tmp_path)
+    source = write(tmp_path / "x", *split(base, "b"))
+    apply_to_checkpoint(delta, source, tmp_path / "out")
+    (source / lost).unlink()
+    for attempt in (
+        lambda: apply_to_checkpoint(delta, source, tmp_path / "again"),
+        lambda: diff_checkpoints(Checkpoint(source), Checkpoint(write(tmp_path / "t", target))),
+    ):
+        error = refusal(attempt)
+        assert error.reason is Reason.NOT_A_CHECKPOINT
+        assert lost in error.detail
+    assert not (tmp_path / "again").exists()
+
+
 def test_a_broken_shard_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "x", {"w": torch.zeros(2, 3)}, {"v": torch.zeros(4)})
     (folder / "model-2.safetensors").write_bytes((folder / "model-2.safetensors").read_bytes()[:-1])
@@ -288,6 +305,17 @@ def test_shards_keep_all_but_the_changed_elements(tmp_path: Path, runs_of: int) 
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_fault_18_what_apply_writes_is_a_whole_checkpoint(tmp_path: Path) -> None:
+    """Tensors and shards that the delta does not touch are there too: it can stand in for an anchor."""
+    base = {"a": bf16(1, 2, 3).view(1, 3), "b": torch.arange(6.0).view(2, 3), "c": torch.ones(4, 2)}
+    target = changed(base, ["a"])
+    source = write(tmp_path / "base", *split(base, "b"))
+    apply_to_checkpoint(write_delta(diff(base, target), tmp_path / "delta"), source, tmp_path / "out")
+    assert sorted(files(tmp_path / "out")) == sorted(files(source))
+    with Checkpoint(tmp_path / "out") as out:
+        assert_same(dict(out), target)
 
 
 def test_a_file_becomes_a_file(tmp_path: Path) -> None:

@@ -8,9 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from refdelta import DELTA_FILE, Delta, DeltaError, Reason, TensorPatch, apply_delta, diff, read_delta, write_delta
+from refdelta import (
+    DELTA_FILE,
+    Delta,
+    DeltaError,
+    Reason,
+    TensorPatch,
+    apply_delta,
+    compose,
+    diff,
+    read_delta,
+    write_delta,
+)
+from refdelta.digest import tensor_digest
 from refdelta.spec import copy_state
-from tests.codec.support import assert_same, bf16, container, write_v2
+from tests.codec.support import assert_same, bf16, container, split_container, write_v2
 
 
 def refused(reason: Reason, folder: Path) -> DeltaError:
@@ -101,8 +113,29 @@ def test_fault_14_names(tmp_path: Path, name: str) -> None:
     """A name stands in the metadata only; payload keys are numbers, whatever it ends in."""
     base, target = {name: bf16(1, 2, 3), "0": bf16(4)}, {name: bf16(1, 9, 3), "0": bf16(5)}
     folder = write_delta(diff(base, target), tmp_path / "d")
+    header, _ = split_container((folder / DELTA_FILE).read_bytes())
+    assert header.keys() == {"__metadata__", "0.indices", "0.values", "1.indices", "1.values"}
     delta = read_delta(folder)
     assert sorted(patch.name for patch in delta.patches) == sorted([name, "0"])
     apply_delta(delta, base)
     assert_same(base, target)
     assert name in json.loads((folder / "metadata.json").read_text(encoding="utf-8"))["layer_names"]
+
+
+def test_fault_14_names_that_are_nearly_the_same(tmp_path: Path) -> None:
+    """Each keeps its own change: through files, composed, inverted, and in digests."""
+    names = ["w", "w.", "w.indices", "w.values", "w.indices.values", "W", "w ", "0", "0.indices", "0.values", "00"]
+    names += ["a.b", "a_b", "a", "a.b.c", "\u00e9", "e\u0301", "x" * 199 + "a", "x" * 199 + "b", "x" * 199]
+    base = {name: bf16(1, 2, 3) for name in names}
+    first = {name: bf16(1, 10 + i, 3) for i, name in enumerate(names)}
+    second = {name: bf16(100 + i, 10 + i, 3) for i, name in enumerate(names)}
+    deltas = [
+        read_delta(write_delta(diff(*pair), tmp_path / str(i)))
+        for i, pair in enumerate([(base, first), (first, second)])
+    ]
+    held = copy_state(base)
+    inverse = apply_delta(read_delta(write_delta(compose(deltas), tmp_path / "both")), held)
+    assert_same(held, second)
+    apply_delta(read_delta(write_delta(inverse, tmp_path / "back")), held)
+    assert_same(held, base)
+    assert len({tensor_digest(name, bf16(1, 2, 3)) for name in names}) == len(names)

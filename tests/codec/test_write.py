@@ -237,6 +237,15 @@ def test_fault_10_held_tensors_survive_what_happens_to_the_file(tmp_path: Path) 
     assert all(np.array_equal(bytes_of(p.values), v) for p, v in zip(held.patches, values, strict=True))
 
 
+def test_fault_10_a_delta_is_saved_over_the_one_that_it_was_read_from(tmp_path: Path) -> None:
+    folder = write_delta(small(), tmp_path / "d")
+    before, held = (folder / DELTA_FILE).read_bytes(), read_delta(folder)
+    assert_equal(read_delta(write_delta(held, folder, overwrite=True)), held)
+    assert (folder / DELTA_FILE).read_bytes() == before
+    write_delta(Delta((), 3), folder, overwrite=True)
+    assert_equal(held, Delta(small().patches[::-1], 9))
+
+
 # What is refused
 
 
