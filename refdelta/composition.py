@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Final
@@ -15,6 +15,9 @@ from refdelta.spec import Delta, DeltaError, Lineage, Reason, TensorPatch, index
 
 _OF_THE_WRITING: Final = frozenset({"created_at", "timestamp"})
 """Metadata of one writing, which a delta made of others gets anew."""
+
+_WINDOW: Final = 1 << 20
+"""Positions of each delta that are merged at once, so that what merging takes is little beside the deltas."""
 
 
 def compose(deltas: Iterable[Delta]) -> Delta:
@@ -84,14 +87,43 @@ def _check_same_tensor(a: TensorPatch, b: TensorPatch) -> None:
 
 def _merge(name: str, patches: Sequence[TensorPatch], pick: Callable[[str, Tensor], Tensor]) -> TensorPatch:
     first = patches[0]
-    device = first.values.device
-    indices = torch.cat([patch.indices.to(device=device, dtype=torch.int64) for patch in patches])
-    values = torch.cat([bits.bit_view(bits.resolved(patch.values)).to(device) for patch in patches])
+    dtype, device = index_dtype(first.numel), first.values.device
+    pieces = [_merge_window(name, window, pick, dtype, device) for window in _windows(patches)]
+    indices, values = (torch.cat(part) for part in zip(*pieces, strict=True))
+    return TensorPatch(name, first.shape, indices, values.view(first.dtype))
+
+
+def _windows(patches: Sequence[TensorPatch]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Indices and values of all patches, cut at common positions; at most `_WINDOW` of each at once."""
+    cuts = sorted({int(cut) for patch in patches for cut in patch.indices[_WINDOW - 1 :: _WINDOW]})
+    stops = [[0, *_counts_up_to(patch.indices, cuts), patch.changed] for patch in patches]
+    for bounds in pairwise(zip(*stops, strict=True)):
+        spans = zip(patches, *bounds, strict=True)
+        yield [(patch.indices[start:stop], patch.values[start:stop]) for patch, start, stop in spans]
+
+
+def _counts_up_to(indices: Tensor, cuts: Sequence[int]) -> list[int]:
+    """How many of the sorted ``indices`` are at most each of ``cuts``."""
+    # I32 indices of a large tensor are all below what I32 cannot hold.
+    held = torch.tensor(cuts, dtype=torch.int64).clamp_(max=torch.iinfo(indices.dtype).max)
+    counts: list[int] = torch.searchsorted(indices, held.to(indices), right=True).tolist()
+    return counts
+
+
+def _merge_window(
+    name: str,
+    window: Sequence[tuple[Tensor, Tensor]],
+    pick: Callable[[str, Tensor], Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Indices of ``dtype`` and the bits of their values."""
+    indices = torch.cat([at.to(device=device, dtype=torch.int64) for at, _ in window])
+    values = torch.cat([bits.bit_view(bits.resolved(new)).to(device) for _, new in window])
     # Stable: of equal positions the later delta's comes last.
     indices, order = torch.sort(indices, stable=True)
     keep = pick(name, indices)
-    picked = values[order[keep]].view(first.dtype)
-    return TensorPatch(name, first.shape, indices[keep].to(index_dtype(first.numel)), picked)
+    return indices[keep].to(dtype), values[order[keep]]
 
 
 def _later_wins(_: str, indices: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
-"""Print the peak memory of `refdelta diff`, `apply` and `verify` on two large checkpoints, and hold it to its bound.
+"""Print the peak memory of `refdelta diff`, `apply`, `verify` and `compose` on two large checkpoints, and hold it to its
+bound.
 
 The bound is one tensor (the largest) plus the delta plus 256 MiB, which has to hold the interpreter and torch as well.
+For compose the deltas count that it is given: there, and back.
 Peaks are the process's own high-water mark of resident memory, file mappings included. Exit 1 where one is above the
 bound or a result is wrong.
 
@@ -117,28 +119,35 @@ def main() -> None:
 def measure(directory: Path, mib: int, density_pct: float) -> bool:
     """Print one line per command; whether all held."""
     made = make(directory, mib, density_pct)
-    delta, out = directory / "delta", directory / "out"
+    delta, back, both, out = (directory / name for name in ("delta", "back", "both", "out"))
     delta_bytes = 6 * made.changed
-    bound = (made.largest_bytes + delta_bytes) / 2**20 + BUDGET_MIB
     print(f"two checkpoints of {mib} MiB; {made.changed:,} elements differ ({density_pct} %)")
-    print(f"bound: {bound:.0f} MiB = {made.largest_bytes / 2**20:.0f} (largest tensor)", end="")
-    print(f" + {delta_bytes / 2**20:.0f} (delta) + {BUDGET_MIB}")
     held = True
     for arguments in (
         ("diff", made.base, made.target, "-o", delta, "--run-id", "run", "--version", "1"),
         ("apply", delta, made.base, "-o", out),
         ("verify", delta, "--base", made.base, "--target", made.target),
+        ("diff", made.target, made.base, "-o", back, "--run-id", "run", "--version", "2"),
+        ("compose", delta, back, "-o", both),
     ):
-        start = time.perf_counter()
-        peak = peak_mib(*arguments)
-        held &= peak <= bound
-        word = "within" if peak <= bound else "ABOVE"
-        seconds = time.perf_counter() - start
-        print(f"{arguments[0]:7} peak {peak:5.0f} MiB, {word} the bound; {seconds:.1f} s", flush=True)
+        held &= _within(arguments, made.largest_bytes, delta_bytes * (2 if arguments[0] == "compose" else 1))
+    if json.loads((both / "metadata.json").read_text())["changed_elements"] != made.changed:
+        print("compose did not keep the positions of both")
+        return False
     if not same_files(made.target, out):
         print("apply did not give the target's files")
         return False
     return held
+
+
+def _within(arguments: tuple[str | Path, ...], largest_bytes: int, delta_bytes: int) -> bool:
+    bound = (largest_bytes + delta_bytes) / 2**20 + BUDGET_MIB
+    start = time.perf_counter()
+    peak = peak_mib(*arguments)
+    seconds, word = time.perf_counter() - start, "within" if peak <= bound else "ABOVE"
+    parts = f"{largest_bytes / 2**20:.0f} (largest tensor) + {delta_bytes / 2**20:.0f} (deltas) + {BUDGET_MIB}"
+    print(f"{arguments[0]:7} peak {peak:5.0f} MiB, {word} {bound:.0f} = {parts}; {seconds:.1f} s", flush=True)
+    return peak <= bound
 
 
 if __name__ == "__main__":

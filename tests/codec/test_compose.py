@@ -25,6 +25,7 @@ from refdelta import (
     Reason,
     TensorPatch,
     apply_delta,
+    composition,
     diff,
     read_delta,
     write_delta,
@@ -102,6 +103,26 @@ def test_one_application_equals_all_in_order(chain: list[State]) -> None:
     for made in composed.patches:
         made.check_indices()
         assert made.indices.dtype == torch.int32
+
+
+@given(strategies.chains(ALL, 4), st.integers(1, 5))
+def test_windows_make_no_difference(chain: list[State], window: int) -> None:
+    deltas = [diff(old, new) for old, new in pairwise(chain)]
+    whole = compose(deltas)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(composition, "_WINDOW", window)
+        assert content(compose(deltas)) == content(whole)
+
+
+def test_windows_of_positions_of_both_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut that I32 cannot hold lies behind all I32 positions, the last of which is 2^31 - 1."""
+    monkeypatch.setattr(composition, "_WINDOW", 1)
+    far, shape = 2**31 - 1, (2, 2**31)
+    narrow = TensorPatch("w", shape, torch.tensor([0, far], dtype=torch.int32), bf16(1, 2))
+    wide = TensorPatch("w", shape, torch.tensor([far, far + 1, far + 2]), bf16(3, 4, 5))
+    for patches, last in (((narrow, wide), 3), ((wide, narrow), 2)):
+        found = compose([delta(patch, total=2**32) for patch in patches])
+        assert content(found) == [("w", [0, far, far + 1, far + 2], [1, last, 4, 5])]
 
 
 @given(strategies.chains(ALL, 4), st.randoms(use_true_random=False))
