@@ -1,5 +1,4 @@
-"""Print the peak memory of `refdelta diff`, `apply`, `verify` and `compose` on two large checkpoints, and hold it to its
-bound.
+"""Print the peak memory of `refdelta diff`, `apply`, `verify` and `compose` on large checkpoints; hold it to its bound.
 
 The bound is one tensor (the largest) plus the delta plus 256 MiB, which has to hold the interpreter and torch as well.
 For compose the deltas count that it is given: there, and back.

@@ -143,11 +143,16 @@ def alternatives(node: ast.AST) -> list[ast.AST]:
         found.append(_with(node, "test", None, ast.Constant(False)))
     elif isinstance(node, ast.comprehension):
         found += [_with(node, "ifs", i, ast.Constant(True)) for i in range(len(node.ifs))]
-    elif isinstance(node, ast.Expr | ast.AugAssign | ast.Raise | ast.Delete | ast.Break | ast.Continue):
-        found.append(ast.Pass())
-    elif isinstance(node, ast.Assign) and not all(isinstance(target, ast.Name) for target in node.targets):
+    elif _can_be_left_out(node):
         found.append(ast.Pass())
     return found
+
+
+def _can_be_left_out(node: ast.AST) -> bool:
+    """A statement without which there is still a program; a name that is never set is no fault that tests look for."""
+    if isinstance(node, ast.Assign):
+        return not all(isinstance(target, ast.Name) for target in node.targets)
+    return isinstance(node, ast.Expr | ast.AugAssign | ast.Raise | ast.Delete | ast.Break | ast.Continue)
 
 
 def _with(node: ast.AST, name: str, index: int | None, value: ast.AST) -> ast.AST:
@@ -253,14 +258,22 @@ def in_fork(work: Callable[[], object], seconds: float) -> object:
     return pickle.loads(data) if data else "timeout" if timed_out else "died"
 
 
-def put_in(mutant: Mutant) -> None:
-    """Give the living functions of the changed one's module their changed code."""
-    changed = {(code.co_qualname, code.co_firstlineno): code for code in _codes(mutant.code())}
-    for function in [x for x in gc.get_objects() if isinstance(x, types.FunctionType)]:
-        code = function.__code__
-        new = changed.get((code.co_qualname, code.co_firstlineno))
-        if code.co_filename == str(mutant.path) and new and len(new.co_freevars) == len(code.co_freevars):
-            function.__code__ = new
+def living(paths: set[str]) -> dict[tuple[str, str, int], list[types.FunctionType]]:
+    """The functions of modules, by file, name and first line of their code."""
+    found: dict[tuple[str, str, int], list[types.FunctionType]] = {}
+    for thing in gc.get_objects():
+        if type(thing) is types.FunctionType and thing.__code__.co_filename in paths:
+            code = thing.__code__
+            found.setdefault((code.co_filename, code.co_qualname, code.co_firstlineno), []).append(thing)
+    return found
+
+
+def put_in(mutant: Mutant, functions: dict[tuple[str, str, int], list[types.FunctionType]]) -> None:
+    """Give the living functions of the changed module their changed code."""
+    for code in _codes(mutant.code()):
+        for function in functions.get((code.co_filename, code.co_qualname, code.co_firstlineno), []):
+            if len(function.__code__.co_freevars) == len(code.co_freevars):
+                function.__code__ = code
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -308,8 +321,8 @@ class Run:
     kept: Path | None = None
     reached: list[Reached | None] = field(default_factory=list)
     killers: dict[tuple[Path, int | None], list[int]] = field(default_factory=dict)
-    survivors: list[str] = field(default_factory=list)
     outcomes: list[str] = field(default_factory=list)
+    functions: dict[tuple[str, str, int], list[types.FunctionType]] = field(default_factory=dict)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -323,6 +336,7 @@ class Run:
         self.reached = traced
         kept = [entry for entry in self.reached if entry]
         say(f"{len(kept)} of {len(traced)} tests, {sum(entry.seconds for entry in kept):.0f} s of them, traced")
+        self.functions = living({str(mutant.path) for mutant in self.mutants})
         for mutant in self.mutants:
             self.judge(session, mutant)
         return True
@@ -347,7 +361,7 @@ class Run:
         sys.settrace(tracer)
         passed = run_items(session, [number])
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
         seconds = time.process_time() - start
         return Reached(seconds, lines) if passed and seconds <= self.slow else None
 
@@ -355,33 +369,40 @@ class Run:
         """Run what reaches the mutant; print it if it survives."""
         path, (first, last) = str(mutant.path), mutant.lines
         spots = {(path, line) for line in range(first, last + 1)}
-        reaching = [i for i, entry in enumerate(self.reached) if entry and entry.lines & spots]
-        if not reaching:
-            return self.note(mutant, "unreached")
+        seconds = {i: entry.seconds for i, entry in enumerate(self.reached) if entry and entry.lines & spots}
         known = self.killers.setdefault((mutant.path, mutant.function), [])
-        order = [i for i in known if i in reaching]
-        order += sorted((i for i in reaching if i not in known), key=lambda i: (self.reached[i] or Reached(0)).seconds)
+        order = [i for i in known if i in seconds]
+        order += sorted(seconds.keys() - set(order), key=lambda i: seconds[i])
 
-        def work() -> object:
+        def work() -> tuple[int | None, int]:
             quiet(session)
-            put_in(mutant)
-            return first_failing(session, order)
+            put_in(mutant, self.functions)
+            return first_failing(session, order, self.limit)
 
-        killer = in_fork(work, self.limit)
-        if isinstance(killer, int):
-            known.insert(0, known.pop(known.index(killer)) if killer in known else killer)
-        return self.note(mutant, "killed" if isinstance(killer, int) else str(killer or "survived"), len(order))
+        outcome = in_fork(work, 10 * self.limit) if order else "unreached"
+        if not isinstance(outcome, tuple):
+            return self.note(mutant, str(outcome))
+        killer, tests = outcome
+        if killer is not None:
+            known[:] = [killer, *(i for i in known if i != killer)]
+        return self.note(mutant, "survived" if killer is None else "killed", f"{tests} of {len(order)} tests")
 
-    def note(self, mutant: Mutant, outcome: str, tests: int = 0) -> None:
+    def note(self, mutant: Mutant, outcome: str, detail: str = "") -> None:
         """Count it, and print what no test noticed."""
         self.outcomes.append(outcome)
         if outcome != "killed":
-            say(f"{outcome:9} {mutant}" + (f"   ({tests} tests)" if tests else ""))
+            say(f"{outcome:9} {mutant}   {detail}".rstrip())
 
 
-def first_failing(session: pytest.Session, order: Sequence[int]) -> int | None:
-    """The first of these tests that fails."""
-    return next((number for number in order if not run_items(session, [number])), None)
+def first_failing(session: pytest.Session, order: Sequence[int], limit: float) -> tuple[int | None, int]:
+    """The first of these tests that fails within so many CPU seconds, and how many were run."""
+    end = time.process_time() + limit
+    for done, number in enumerate(order, start=1):
+        if not run_items(session, [number]):
+            return number, done
+        if time.process_time() > end:
+            return None, done
+    return None, len(order)
 
 
 def run_items(session: pytest.Session, numbers: Sequence[int]) -> bool:
@@ -432,7 +453,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--slow", type=float, default=6.0, help="CPU seconds, traced, above which a test is left out")
     parser.add_argument("--trace", type=Path, help="file that keeps what the tests reach between runs")
-    parser.add_argument("--limit", type=float, default=90.0, help="seconds for one mutant")
+    parser.add_argument("--limit", type=float, default=15.0, help="CPU seconds of tests for one mutant")
     parser.add_argument("--at", help="only mutants of these lines: 120 or 120-140")
     parser.add_argument("--where", choices=["inside", "outside", "both"], default="both", help="of functions")
     parser.add_argument("--count", action="store_true", help="only count them")
@@ -464,7 +485,8 @@ def choose(path: Path, options: argparse.Namespace) -> list[Mutant]:
     if options.most and len(wanted) > options.most:
         wanted = random.Random(options.seed).sample(wanted, options.most)
         wanted.sort(key=lambda mutant: mutant.lines)
-    say(f"{path.name}: {len(wanted)} of {len(every)} mutants, {sum(m.function is None for m in wanted)} outside functions")
+    outside = sum(mutant.function is None for mutant in wanted)
+    say(f"{path.name}: {len(wanted)} of {len(every)} mutants, {outside} of them outside functions; seed {options.seed}")
     return wanted
 
 

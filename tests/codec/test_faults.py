@@ -66,22 +66,20 @@ TWICE = (
 
 
 @pytest.mark.parametrize(
-    ("raw", "reason"),
+    ("raw", "text"),
     [
-        pytest.param(container(TWICE[:-1] + b"}"), Reason.BAD_HEADER, id="duplicate key"),
-        pytest.param((2**40).to_bytes(8, "little") + b"{}", Reason.BAD_HEADER, id="length beyond the file"),
-        pytest.param((10**8 + 1).to_bytes(8, "little") + b"{}", Reason.BAD_HEADER, id="length over 100 MB"),
-        pytest.param(container({"0.indices": {**ENTRY, "shape": [2**32, 2**32]}}), Reason.BAD_HEADER, id="wraps"),
-        pytest.param(container({"0.indices": {**ENTRY, "shape": [-1]}}), Reason.BAD_HEADER, id="negative"),
-        pytest.param(
-            container({"0.indices": ENTRY, "0.values": ENTRY}), Reason.BAD_INDICES, id="only the indices' dtype"
-        ),
+        pytest.param(container(TWICE[:-1] + b"}"), "duplicate key 0.values", id="duplicate key"),
+        pytest.param((1000).to_bytes(8, "little") + b"{}", "beyond the file", id="length beyond the file"),
+        pytest.param((10**8 + 1).to_bytes(8, "little") + b"{}", "more than 100000000", id="length over 100 MB"),
+        pytest.param(container({"0.indices": {**ENTRY, "shape": [2**32, 2**32]}}), "does not fill", id="wraps"),
+        pytest.param(container({"0.indices": {**ENTRY, "shape": [-1, 0]}}), "non-negative", id="negative"),
+        pytest.param(container({"0.indices": {**ENTRY, "shape": [-1, -1]}}), "non-negative", id="negative twice"),
     ],
 )
-def test_fault_08_headers_that_lie(tmp_path: Path, raw: bytes, reason: Reason) -> None:
+def test_fault_08_headers_that_lie(tmp_path: Path, raw: bytes, text: str) -> None:
     folder = write_v2(tmp_path / "d", [("w", [2, 3], torch.empty(0, dtype=torch.int32), bf16())], 6)
     (folder / DELTA_FILE).write_bytes(raw)
-    refused(reason, folder)
+    assert text in refused(Reason.BAD_HEADER, folder).detail
 
 
 @pytest.mark.parametrize(("held", "sent"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])

@@ -251,9 +251,13 @@ def test_half_way_between_two_roundings_either_will_do(
             assert refusal(folder).reason is Reason.COUNT_MISMATCH
 
 
-def test_fault_11_changed_elements_without_layers(tmp_path: Path) -> None:
-    folder = write_v2(tmp_path / "d", [], 13, changed_elements=5, density_pct=38.462)
-    assert refusal(folder).reason is Reason.COUNT_MISMATCH
+@pytest.mark.parametrize(("total", "density"), [(13, 38.462), (13, 0.0), (10**9, 0.0)])
+def test_fault_11_changed_elements_without_layers(tmp_path: Path, total: int, density: float) -> None:
+    """Also where the density fits either count."""
+    folder = write_v2(tmp_path / "d", [], total, changed_elements=5, density_pct=density)
+    error = refusal(folder)
+    assert error.reason is Reason.COUNT_MISMATCH
+    assert error.detail == "changed_elements: payload holds 0, metadata says 5"
 
 
 @pytest.mark.parametrize("total", [12, -13, 2**63, 10**400])
