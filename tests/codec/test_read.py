@@ -514,6 +514,47 @@ def test_earlier_layouts_are_recognised(tmp_path: Path, layout: str, version: in
     assert refusal(folder).reason is Reason.LEGACY_LAYOUT
 
 
+def test_a_payload_of_other_keys_is_no_earlier_layout(tmp_path: Path) -> None:
+    """A checkpoint in the payload's place, and what some other tool keyed by name."""
+    from safetensors.torch import save_file
+
+    folder = valid(tmp_path)
+    for keys in (["w"], ["w.weight", "v.bias"], ["w.indices", "w"]):
+        save_file({key: torch.zeros(2, 3) for key in keys}, folder / DELTA_FILE)
+        assert refusal(folder).reason is Reason.KEYS_MISMATCH, keys
+
+
+@pytest.mark.parametrize(("over", "taken"), [(0, True), (1, False)])
+def test_metadata_may_be_as_long_as_a_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: int, taken: bool
+) -> None:
+    folder = valid(tmp_path)
+    monkeypatch.setattr("refdelta.apply.MAX_HEADER_BYTES", (folder / METADATA_FILE).stat().st_size - over)
+    if taken:
+        read_delta(folder)
+    else:
+        error = refusal(folder)
+        assert error.reason is Reason.BAD_METADATA
+        assert "more than" in error.detail
+
+
+def test_messages_say_what_was_found_in_one_order(tmp_path: Path) -> None:
+    """Of sets, whose order differs from run to run, and of what is absent or null."""
+    folder = valid(tmp_path)
+    edit_metadata(folder, put("requires", ["d", "b", "c", "a", "non_floating_values"]))
+    assert refusal(folder).detail == "requires: a, b, c, d"
+    edit_metadata(folder, drop("requires"))
+    edit_metadata(folder, put("total_elements", None))
+    assert refusal(folder).detail == "total_elements: expected an integer, found null"
+    edit_metadata(folder, drop("total_elements"))
+    assert refusal(folder).detail == "total_elements: expected an integer, found nothing"
+    edit_metadata(folder, put("total_elements", 13))
+    names = {0: "x", 1: "y"}
+    edit_header(folder, lambda header: [header.__setitem__(names[i], header.pop(f"{i}.values")) for i in names])
+    said = "missing in the payload: ['0.values', '1.values']; not declared: ['x', 'y']"
+    assert refusal(folder).detail == said
+
+
 def test_a_full_checkpoint_is_no_delta(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
