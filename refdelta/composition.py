@@ -95,7 +95,7 @@ def _merge(name: str, patches: Sequence[TensorPatch], pick: Callable[[str, Tenso
 
 def _windows(patches: Sequence[TensorPatch]) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Indices and values of all patches, cut at common positions; at most `_WINDOW` of each at once."""
-    cuts = sorted({int(cut) for patch in patches for cut in patch.indices[_WINDOW - 1 :: _WINDOW]})
+    cuts = sorted({cut for patch in patches for cut in patch.indices[_WINDOW - 1 :: _WINDOW].tolist()})
     stops = [[0, *_counts_up_to(patch.indices, cuts), patch.changed] for patch in patches]
     for bounds in pairwise(zip(*stops, strict=True)):
         spans = zip(patches, *bounds, strict=True)
