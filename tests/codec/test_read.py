@@ -549,8 +549,7 @@ def test_messages_say_what_was_found_in_one_order(tmp_path: Path) -> None:
     edit_metadata(folder, drop("total_elements"))
     assert refusal(folder).detail == "total_elements: expected an integer, found nothing"
     edit_metadata(folder, put("total_elements", 13))
-    names = {0: "x", 1: "y"}
-    edit_header(folder, lambda header: [header.__setitem__(names[i], header.pop(f"{i}.values")) for i in names])
+    edit_header(folder, lambda header: header.update(x=header.pop("0.values"), y=header.pop("1.values")))
     said = "missing in the payload: ['0.values', '1.values']; not declared: ['x', 'y']"
     assert refusal(folder).detail == said
 
