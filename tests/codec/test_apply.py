@@ -241,6 +241,19 @@ def test_an_expanded_view_of_what_changes_is_a_conflict() -> None:
     assert conflict(Delta((patch("plain", (3,), [1], torch.ones(1)),), 7), weights)
 
 
+def test_tensors_that_no_delta_reaches_are_left_alone() -> None:
+    """Sparse, on the meta device, without elements: they share no memory that could be looked at."""
+    weights = {
+        "coo": torch.eye(3).to_sparse(),
+        "empty": torch.empty(0, 3),
+        "meta": torch.empty(2, 3, device="meta"),
+        "w": torch.zeros(2, 3),
+    }
+    apply_delta(Delta((patch("w", (2, 3), [4], torch.ones(1)),), 21), weights)
+    assert weights["w"].flatten().tolist() == [0, 0, 0, 0, 1, 0]
+    assert torch.equal(weights["coo"].to_dense(), torch.eye(3))
+
+
 def test_names_that_a_module_ties_change_under_any_of_them() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

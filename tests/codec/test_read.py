@@ -260,6 +260,11 @@ def test_fault_11_changed_elements_without_layers(tmp_path: Path, total: int, de
     assert error.detail == "changed_elements: payload holds 0, metadata says 5"
 
 
+def test_the_density_of_a_state_without_elements_is_0(tmp_path: Path) -> None:
+    assert read_delta(write_v2(tmp_path / "zero", [], 0)).density_pct == 0.0
+    assert refusal(write_v2(tmp_path / "one", [], 0, density_pct=1.0)).reason is Reason.COUNT_MISMATCH
+
+
 @pytest.mark.parametrize("total", [12, -13, 2**63, 10**400])
 def test_an_impossible_total_is_named_before_the_payload_is_read(tmp_path: Path, total: int) -> None:
     """Its hash is wrong too, which would be found by reading it."""
