@@ -8,7 +8,7 @@ import the changed module anew, in a fork that holds only the libraries. One pro
 What nothing notices is printed with its place. Which tests reach a line is found by tracing them once; tests slower
 than --slow are left out, as are lines that tests reach in processes of their own only.
 
-    python scripts/mutants.py refdelta/apply.py ... [--tests tests/codec] [--most 150] [--seed 1] [--at 120-140]
+    python scripts/mutants.py refdelta/apply.py ... [--tests tests/codec] [--most 150] [--seed 1] [--at 120 130-140]
 """
 
 from __future__ import annotations
@@ -454,7 +454,7 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=6.0, help="CPU seconds, traced, above which a test is left out")
     parser.add_argument("--trace", type=Path, help="file that keeps what the tests reach between runs")
     parser.add_argument("--limit", type=float, default=15.0, help="CPU seconds of tests for one mutant")
-    parser.add_argument("--at", help="only mutants of these lines: 120 or 120-140")
+    parser.add_argument("--at", nargs="+", default=[], help="only mutants of these lines: 120 or 120-140")
     parser.add_argument("--where", choices=["inside", "outside", "both"], default="both", help="of functions")
     parser.add_argument("--count", action="store_true", help="only count them")
     options = parser.parse_args()
@@ -479,8 +479,8 @@ def main() -> None:
 def choose(path: Path, options: argparse.Namespace) -> list[Mutant]:
     """The mutants of one module that are wanted."""
     every = mutants_of(path)
-    first, _, last = (options.at or "").partition("-")
-    wanted = [m for m in every if not first or int(first) <= m.lines[0] <= int(last or first)]
+    spans = [(int(first), int(last or first)) for first, _, last in (at.partition("-") for at in options.at)]
+    wanted = [m for m in every if not spans or any(first <= m.lines[0] <= last for first, last in spans)]
     wanted = [m for m in wanted if options.where in ("both", "outside" if m.function is None else "inside")]
     if options.most and len(wanted) > options.most:
         wanted = random.Random(options.seed).sample(wanted, options.most)
