@@ -122,6 +122,24 @@ def test_fault_13_scalars_empty_tensors_and_integers(code: str, shape: tuple[int
     assert_same(weights, {"w": target})
 
 
+def test_all_that_differs_is_listed_in_the_order_of_names() -> None:
+    """Names only in one state, then shapes, then dtypes; sets, whose order differs from run to run, do not show."""
+    names = ["a", "b", "c", "d", "e", "f"]
+    base = {f"{kind}.{name}": torch.zeros(2, 3) for kind in ("old", "shape", "dtype") for name in names}
+    target = {f"new.{name}": torch.zeros(2, 3) for name in names}
+    target |= {f"shape.{name}": torch.zeros(3, 2) for name in names}
+    target |= {f"dtype.{name}": torch.zeros(2, 3, dtype=torch.float16) for name in names}
+    with pytest.raises(DeltaError) as caught:
+        diff(base, target)
+    assert caught.value.reason is Reason.UNKNOWN_TENSOR
+    assert caught.value.detail.split("; ") == [
+        *(f"old.{name} only in base" for name in names),
+        *(f"new.{name} only in target" for name in names),
+        *(f"shape.{name} has shape [2, 3] in base, [3, 2] in target" for name in names),
+        *(f"dtype.{name} is torch.float32 in base, torch.float16 in target" for name in names),
+    ]
+
+
 def test_unchanged_tensors_are_absent_and_layers_in_name_order() -> None:
     base = {name: torch.zeros(2, 3) for name in ("b", "a.10", "a.9", "B", "é")}
     target = {name: torch.ones(2, 3) for name in ("é", "a.9", "b", "B")} | {"a.10": torch.zeros(2, 3)}
