@@ -161,3 +161,46 @@ versions = st.integers(0, 2**62)
 def test_lineage_goes_through_json(lineage: Lineage) -> None:
     assert Lineage.from_json(json.loads(json.dumps(lineage.to_json()))) == lineage
     assert None not in lineage.to_json().values()
+
+
+@pytest.mark.parametrize(
+    "shape", [(2**63 - 1,), (7, (2**63 - 1) // 7), (2**62, 1), (0, 2**63 - 1), (2**40, 0, 2**40), ()]
+)
+def test_shapes_up_to_2_to_63_minus_1_elements(shape: tuple[int, ...]) -> None:
+    assert spec.check_shape(list(shape)) == shape
+
+
+@pytest.mark.parametrize("shape", [(2**63,), (7, (2**63 - 1) // 7 + 1), (2**62, 2), (0, 2**63), (2**32, 2**32)])
+def test_shapes_beyond_2_to_63_minus_1_elements(shape: tuple[int, ...]) -> None:
+    with pytest.raises(DeltaError) as caught:
+        spec.check_shape(list(shape), "w")
+    assert (caught.value.reason, caught.value.tensor) == (Reason.BAD_SHAPE, "w")
+
+
+@pytest.mark.parametrize(("at", "wrong"), [([0, 6], 6), ([0, 5, 9], 9), ([-1, 0], -1), ([-3, 7], -3), ([6], 6)])
+def test_a_position_out_of_range_is_named(at: list[int], wrong: int) -> None:
+    patch = TensorPatch("w", (2, 3), torch.tensor(at), torch.zeros(len(at)))
+    with pytest.raises(DeltaError) as caught:
+        patch.check_indices()
+    assert caught.value.reason is Reason.INDEX_RANGE
+    assert caught.value.detail == f"position {wrong} outside [0, 6) of shape [2, 3]"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("run_id", ""),
+        ("version", -1),
+        ("base_version", True),
+        ("base_digest", 1),
+        ("digest", 1),
+        ("layer_digests", {"w": 1}),
+        ("payload_sha256", "0" * 63),
+        ("part", (2, 2)),
+    ],
+)
+def test_a_field_of_the_lineage_that_is_wrong_is_named(field: str, value: object) -> None:
+    with pytest.raises(DeltaError) as caught:
+        Lineage.from_json({"run_id": "run", "version": 3, field: value})
+    assert caught.value.reason is Reason.BAD_METADATA
+    assert caught.value.detail.startswith(f"lineage.{field}: expected ")
