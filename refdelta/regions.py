@@ -322,7 +322,8 @@ class LayoutMap:
 
     @classmethod
     def from_json(cls, text: str) -> LayoutMap:
-        """Read what `to_json` wrote. Raises `DeltaError` (``bad_metadata``) on anything else."""
+        """Read what `to_json` wrote. Raises `DeltaError`: ``bad_metadata`` where the text is no map, and what making it
+        raises (``bad_shape``, ``shape_mismatch``, ``unmapped``)."""
         try:
             raw = json.loads(text)
             if (raw["format"], raw["version"]) != (JSON_FORMAT, JSON_VERSION):
@@ -335,7 +336,7 @@ class LayoutMap:
                 aliases=dict(raw["aliases"]),
                 dropped=dict(raw["dropped"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             if isinstance(error, DeltaError):
                 raise
             raise DeltaError(Reason.BAD_METADATA, f"not a layout map: {error!r}") from error

@@ -147,6 +147,18 @@ def test_codec_holds_what_single_deltas_promise(states: tuple[State, State]) -> 
     check("inverts", delta, base, apply)
 
 
+@pytest.mark.parametrize("numel", [2**31 - 1, 2**31, 2**31 + 1])
+def test_the_bound_knows_how_wide_positions_are(numel: int) -> None:
+    """Around 2^31 elements; there is no tensor of that size."""
+    widths = (torch.int32, torch.int64) if numel <= 2**31 else (torch.int64, torch.int32)
+    right, wrong = (
+        Delta((TensorPatch("w", (numel,), torch.tensor([3, 5], dtype=dtype), bf16(1, 2)),), numel) for dtype in widths
+    )
+    check("density_bound", right, right.payload_bytes + 200)
+    with pytest.raises(AssertionError, match="payload expected"):
+        check("density_bound", wrong, wrong.payload_bytes + 200)
+
+
 @given(pairs())
 def test_the_bytes_follow_from_the_states(states: tuple[State, State]) -> None:
     base, target = states

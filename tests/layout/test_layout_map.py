@@ -137,6 +137,40 @@ def test_refused(change: TensorPatch, reason: Reason) -> None:
     assert caught.value.reason is reason
 
 
+@pytest.mark.parametrize(
+    ("offset", "shape", "strides"),
+    [(-1, (2, 3), (3, 1)), (0, (2, 3), (1,)), (0, (2,), (3, 1)), (0, (-1, 3), (3, 1)), (0, (2, 3), (0, 1)),
+     (0, (2, 3), (3, -1))],
+)  # fmt: skip
+def test_what_is_no_box(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    with pytest.raises(DeltaError) as caught:
+        Box(offset, shape, strides)
+    assert caught.value.reason is Reason.BAD_SHAPE
+
+
+def test_boxes_of_one_element_or_none_need_no_strides() -> None:
+    assert Box(5, (1, 1), (0, -7)).last == 5
+    assert Box(0, (0, 3), (3, 1)).numel == Box(0, (0, 1), (0, 0)).numel == 0
+
+
+def test_positions_around_a_box_are_not_in_it() -> None:
+    """`Region.translate` alone, which is given positions on both sides."""
+    region = Region("s", Box(5, (3,), (1,)), "p", Box(1, (3,), (2,)))
+    chosen, target = region.translate(torch.arange(12))
+    assert (chosen.tolist(), target.tolist()) == ([5, 6, 7], [1, 3, 5])
+    rows = Region("s", Box(4, (2, 2), (6, 1)), "p", Box(0, (2, 2), (2, 1)))
+    chosen, target = rows.translate(torch.arange(18))
+    assert (chosen.tolist(), target.tolist()) == ([4, 5, 10, 11], [0, 1, 2, 3])
+
+
+def test_regions_without_elements_route_nothing() -> None:
+    empty = (Box(0, (0, 3), (3, 1)), Box(0, (0, 3), (3, 1)))
+    layout = one((2, 3), (2, 3), empty, (Box(0, (2, 3), (3, 1)), Box(0, (2, 3), (3, 1))))
+    assert routed(layout, patch("s", (2, 3), [0, 5])) == {("p", 0): 1000.0, ("p", 5): 1005.0}
+    assert layout.route(patch("s", (2, 3), [])) == []
+    assert layout.check().ok
+
+
 def test_unmapped_is_refused_and_dropped_is_not() -> None:
     """A tensor without a region is an error unless a reason was declared for it."""
     info = {"s": TensorInfo((2, 3), torch.float32)}
@@ -207,13 +241,15 @@ def test_tied_names_must_change_alike() -> None:
     for layout in (both, once):
         layout.check_aliases([embed, head])
         layout.check_aliases([])
-        for wrong in ([head], [embed, patch("head", (2, 3), [1, 5])]):
+        for wrong, counts in (([head], "found 2 and 0"), ([embed, patch("head", (2, 3), [5])], "found 1 and 2")):
             with pytest.raises(DeltaError) as caught:
                 layout.check_aliases(wrong)
-            assert caught.value.reason is Reason.ALIAS_CONFLICT
+            assert (caught.value.reason, caught.value.tensor) == (Reason.ALIAS_CONFLICT, "head")
+            assert counts in caught.value.detail
     once.check_aliases([embed])
-    with pytest.raises(DeltaError):
+    with pytest.raises(DeltaError) as caught:
         both.check_aliases([embed])
+    assert (caught.value.reason, caught.value.tensor) == (Reason.ALIAS_CONFLICT, "embed")
     assert routed(both, head) == {}
     assert routed(once, head) == {}
 
@@ -250,10 +286,19 @@ def test_json_round_trip() -> None:
         "{}",
         layout.to_json().replace("refdelta_layout", "x"),
         layout.to_json().replace("bfloat16", "x"),
+        layout.to_json().replace('"version": 1', '"version": 2'),
+        '{"format": ' + "[" * 100_000,
     ):
         with pytest.raises(DeltaError) as caught:
             LayoutMap.from_json(text)
         assert caught.value.reason is Reason.BAD_METADATA
+    for text, reason in (
+        (layout.to_json().replace("[6, [3], [1]]", "[-6, [3], [1]]"), Reason.BAD_SHAPE),
+        (layout.to_json().replace('["s", [0', '["x", [0'), Reason.UNMAPPED),
+    ):
+        with pytest.raises(DeltaError) as caught:
+            LayoutMap.from_json(text)
+        assert caught.value.reason is reason, "what is wrong with the map itself keeps its reason"
 
 
 def test_uncovered_elements_counts_a_union() -> None:
