@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo, uncovered_elements
+from refdelta.regions import extent
 from refdelta.spec import DeltaError, Reason, TensorPatch
 
 BF16 = torch.bfloat16
@@ -169,6 +170,22 @@ def test_regions_without_elements_route_nothing() -> None:
     assert routed(layout, patch("s", (2, 3), [0, 5])) == {("p", 0): 1000.0, ("p", 5): 1005.0}
     assert layout.route(patch("s", (2, 3), [])) == []
     assert layout.check().ok
+
+
+@pytest.mark.parametrize(
+    ("found", "shape", "expected"),
+    [
+        (Box(4, (2, 2), (3, 1)), (3, 3), ((1, 3), (1, 3))),
+        (Box(4, (2, 1, 2), (3, 9, 1)), (3, 3), ((1, 3), (1, 3))),
+        (Box(1, (2,), (2,)), (2, 1, 2), ((0, 2), (0, 1), (1, 2))),
+        (Box(0, (2, 2), (1, 1)), (2, 3), None),
+        (Box(0, (2,), (2,)), (2, 3), None),
+        (Box(2, (2,), (1,)), (2, 3), None),
+    ],
+    ids=["rows and columns", "an axis of one", "a size of one", "two axes in one", "no axis", "over the end of a row"],
+)
+def test_boxes_along_the_axes(found: Box, shape: tuple[int, ...], expected: object) -> None:
+    assert extent(found, shape) == expected
 
 
 def test_unmapped_is_refused_and_dropped_is_not() -> None:
