@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo, uncovered_elements
-from refdelta.regions import extent
+from refdelta.regions import coverage, extent
 from refdelta.spec import DeltaError, Reason, TensorPatch
 
 BF16 = torch.bfloat16
@@ -186,6 +186,22 @@ def test_regions_without_elements_route_nothing() -> None:
 )
 def test_boxes_along_the_axes(found: Box, shape: tuple[int, ...], expected: object) -> None:
     assert extent(found, shape) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "missing", "clashes"),
+    [
+        ((), {"a": Box(0, (), ())}, 0, []),
+        ((), {"a": Box(0, (), ()), "b": Box(0, (), ())}, 0, [("a", "b")]),
+        ((2, 3), {"a": Box(0, (3,), (2,)), "b": Box(1, (3,), (2,))}, 0, []),
+        ((2, 3), {"a": Box(0, (3,), (2,)), "b": Box(2, (2,), (2,)), "c": Box(5, (1,), (1,))}, 2, [("a", "b")]),
+    ],
+    ids=["scalar", "scalar twice", "every second", "every second twice"],
+)  # fmt: skip
+def test_coverage_off_the_axes(
+    shape: tuple[int, ...], boxes: dict[str, Box], missing: int, clashes: list[tuple[str, str]]
+) -> None:
+    assert coverage(TensorInfo(shape, BF16), list(boxes.items())) == (missing, clashes)
 
 
 def test_unmapped_is_refused_and_dropped_is_not() -> None:
