@@ -200,6 +200,8 @@ def test_metadata_that_all_state_is_kept() -> None:
     extra = {"base_model": "m", "kind": "sampler", "created_at": "now", "timestamp": 1.5, "odd": [1]}
     other = {"base_model": "m", "kind": "trainer", "created_at": "now", "timestamp": 1.5, "odd": [1], "more": 1}
     assert compose([delta(extra=extra), delta(extra=other)]).extra == {"base_model": "m", "odd": [1]}
+    less = {"base_model": "m", "kind": "sampler"}
+    assert compose([delta(extra=extra), delta(extra=less), delta(extra=other)]).extra == {"base_model": "m"}
 
 
 # What does not follow
@@ -226,6 +228,16 @@ def test_deltas_that_do_not_follow(after: Lineage | None, reason: Reason) -> Non
     refused(reason, lambda: compose([before, delta(patch([2], 6), lineage=after)]))
     if reason is Reason.BASE_MISMATCH and after is None:
         refused(reason, lambda: compose([delta(patch([2], 6)), before]))
+
+
+def test_the_link_that_does_not_fit_is_named() -> None:
+    """Which of version and digest, with both sides."""
+    for after, said in (
+        (Lineage("run", 7, 6, "rd1:5"), "based on version 6, the state before is 5"),
+        (Lineage("run", 6, 5, "rd1:6"), "based on digest rd1:6, the state before is rd1:5"),
+    ):
+        error = refused(Reason.BASE_MISMATCH, partial(compose, [delta(lineage=AT), delta(lineage=after)]))
+        assert said in error.detail
 
 
 @pytest.mark.parametrize(
