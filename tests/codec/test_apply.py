@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -239,6 +240,16 @@ def test_an_expanded_view_of_what_changes_is_a_conflict() -> None:
     plain = torch.zeros(3)
     weights = {"expanded": plain[1:2].expand(4), "plain": plain}
     assert conflict(Delta((patch("plain", (3,), [1], torch.ones(1)),), 7), weights)
+
+
+def test_conflicts_are_found_whatever_the_order_of_names() -> None:
+    """a and b overlap; c lies behind both, and comes between them in the mapping."""
+    fused = torch.zeros(8)
+    weights = {"a": fused[:3], "c": fused[6:], "b": fused[2:5]}
+    for names in itertools.permutations(weights):
+        ordered = {name: weights[name] for name in names}
+        assert conflict(Delta((patch("a", (3,), [2], torch.ones(1)),), 8), ordered), names
+        assert not conflict(Delta((patch("a", (3,), [1], torch.zeros(1)),), 8), ordered), names
 
 
 def test_tensors_that_no_delta_reaches_are_left_alone() -> None:
