@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import traceback
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -204,3 +205,12 @@ def test_a_field_of_the_lineage_that_is_wrong_is_named(field: str, value: object
         Lineage.from_json({"run_id": "run", "version": 3, field: value})
     assert caught.value.reason is Reason.BAD_METADATA
     assert caught.value.detail.startswith(f"lineage.{field}: expected ")
+
+
+def test_values_do_not_change() -> None:
+    """What was checked when it was made stays so."""
+    patch = TensorPatch("w", (2, 3), torch.tensor([1]), torch.ones(1))
+    for value in (patch, Delta((patch,), 6), Lineage("run", 1), spec.INVARIANTS["counted"]):
+        for name in type(value).__slots__:
+            with pytest.raises(FrozenInstanceError):
+                setattr(value, name, None)
