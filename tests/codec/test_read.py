@@ -519,6 +519,15 @@ def test_earlier_layouts_are_recognised(tmp_path: Path, layout: str, version: in
     assert refusal(folder).reason is Reason.LEGACY_LAYOUT
 
 
+@pytest.mark.parametrize("key", ["delta.indices_flat", "delta.values_flat", "delta.layer_lengths"])
+def test_one_key_of_the_packed_layout_is_enough_to_name_it(tmp_path: Path, key: str) -> None:
+    folder = valid(tmp_path)
+    (folder / DELTA_FILE).write_bytes(container({key: {"dtype": "I32", "shape": [0], "data_offsets": [0, 0]}}))
+    error = refusal(folder)
+    assert error.reason is Reason.LEGACY_LAYOUT
+    assert key in error.detail
+
+
 def test_a_payload_of_other_keys_is_no_earlier_layout(tmp_path: Path) -> None:
     """A checkpoint in the payload's place, and what some other tool keyed by name."""
     from safetensors.torch import save_file
