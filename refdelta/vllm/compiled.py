@@ -2,9 +2,9 @@
 
 A compiled graph gets its weights as inputs at every call, unless the compiler folds them into itself: inductor's
 ``freezing`` (which ``max_autotune`` turns on in vLLM's CPU runner) does, and a pass of somebody's may do anything.
-Seen live on a tiny Qwen3: with ``TORCHINDUCTOR_FREEZING=1`` every weight holds the new bits after a delta and the
-answers are those of no checkpoint. Read from vLLM 0.32.0 (``platforms/cpu.py``, ``compilation/wrapper.py``,
-``v1/worker/cpu_model_runner.py``) and torch 2.13 (``_inductor/config.py``).
+Seen live on a tiny Qwen3: with ``TORCHINDUCTOR_FREEZING=1`` a delta succeeds, reading its writes back, and the answers
+are neither the old checkpoint's nor the new one's. Read from vLLM 0.32.0 (``platforms/cpu.py``,
+``compilation/wrapper.py``, ``v1/worker/cpu_model_runner.py``) and torch 2.13 (``_inductor/config.py``).
 """
 
 from __future__ import annotations
