@@ -159,7 +159,8 @@ class Http:
     server: Server
     there: Path
     back: Path
-    scratch: Path
+    whole: Path
+    """A checkpoint of the second state."""
     digests: list[str]
 
     def client(self, transport: httpx.BaseTransport | None = None) -> Client:
@@ -207,7 +208,8 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Http]:
     ) as server:
         server.wait_until_ready()
         digests = [state_digest(old), state_digest(new)]
-        yield Http(server, delta("there", old, new), delta("back", new, old), tmp, digests)
+        whole = checkpoints.with_state(checkpoint.directory, new, tmp / "whole")
+        yield Http(server, delta("there", old, new), delta("back", new, old), whole, digests)
 
 
 def in_flight(http: Http, kv: Any) -> tuple[str, int]:
@@ -263,6 +265,20 @@ def test_a_refusal_leaves_it_serving(http: Http) -> None:
     assert http.ask(salt="refusal once more") == answers
     http.client().sync(http.delta(), kv="reset_prefix")
     assert http.at() != before
+
+
+def test_an_anchor(http: Http) -> None:
+    """A whole checkpoint, named and with its digest; a wrong one is refused."""
+    if http.at() == 1:
+        http.client().sync(http.delta(), kv="reset_prefix")
+    with pytest.raises(DeltaError) as found:
+        http.client().anchor(http.whole, digest=http.digests[0])
+    assert found.value.reason is Reason.DIGEST_MISMATCH
+    assert (http.at(), http.client().status().paused) == (0, False)
+    result = http.client().anchor(http.whole, run_id="r", version=5, digest=http.digests[1])
+    assert (result.after.run_id, result.version, result.digest) == ("r", 5, http.digests[1])
+    assert result.after.verified
+    assert http.ask()[0] == 0
 
 
 def calls_of_a_sync(http: Http) -> list[str]:
