@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from conformance import matrix
+from conformance.run import Exit
 from tests.suite.runs import CONFORMANCE, Outcome, run, run_all
 
 QUIET = ("-q", "-p", "no:cacheprovider")
 ENGINE = "tests.suite.test_command_line"
+FOREIGN = ("--engine", "vllm", "--backend", "mine")
 
 CODEC_TESTS = """
 import pytest
@@ -111,7 +113,7 @@ RUNS = {
     "unmarked": ("test_codec_unmarked.py", "--engine", f"{ENGINE}:Little"),
 }
 USAGE_ERRORS = {
-    ("--engine", "nonsense"): "Engine 'nonsense' is none of reference, vllm and package.module:Object.",
+    ("--engine", "nonsense"): "Engine 'nonsense' is none of reference, vllm, package.module:Object and exec:COMMAND.",
     ("--engine", "no.such.module:Codec"): "cannot import no.such.module",
     ("--engine", f"{ENGINE}:Nobody"): f"{ENGINE} has no Nobody.",
     ("--engine", f"{ENGINE}:WithoutApply"): "lacks apply.",
@@ -123,7 +125,43 @@ USAGE_ERRORS = {
     ("--mutant", "swap"): "--mutant needs --engine vllm",
     ("--engine", "vllm", "--tp", "0"): "--tp takes positive numbers, and got '0'.",
     ("--engine", "vllm", "--tp", "1,two"): "--tp takes positive numbers, and got '1,two'.",
+    ("--engine", "exec:"): "exec: needs a command",
+    ("--engine", "exec:/no/such/program"): "`/no/such/program capabilities` cannot be run: No such file or directory",
+    ("--engine", "exec:false"): "`false capabilities` failed: exit 1, where 0 is done and 3 is refused",
+    ("--engine", "exec:echo flies"): "declares unknown capabilities ['capabilities', 'flies']",
+    (
+        "--engine",
+        "exec:true",
+        "--capabilities",
+        "strided",
+    ): "['strided'], which a program engine cannot offer.",
+    ("--engine", "exec:true", "--exec-timeout", "0"): "--exec-timeout takes a positive number of seconds",
+    ("--exec-timeout", "5"): "--exec-timeout needs --engine exec:COMMAND",
+    ("--capabilities", "large"): "--capabilities is for other engines than the reference",
+    ("--engine", f"{ENGINE}:Little", "--capabilities", "rollback"): "['rollback'], which a codec engine cannot offer.",
+    ("--engine", "vllm", "--backend", "mine"): "--backend needs --plugin.",
+    ("--engine", "vllm", "--plugin", "mine"): "--plugin needs --backend.",
+    ("--engine", "vllm", "--update-info", '{"at": "{path}"}'): "--update-info needs --backend.",
+    ("--backend", "mine"): "--backend needs --engine vllm",
+    (*FOREIGN, "--plugin", "no.such.module"): "Plugin 'no.such.module': cannot import no.such.module",
+    (*FOREIGN, "--plugin", "no_such_module"): "there is no module no_such_module.",
+    (*FOREIGN, "--plugin", "tests.suite.runs"): "assigns no CAPABILITIES; an empty set will do",
+    (*FOREIGN, "--plugin", "tests.suite.plugins.computed"): "CAPABILITIES is to be a literal set of names",
+    (*FOREIGN, "--plugin", "tests.suite.plugins.boastful"): "declares unknown capabilities ['flies']",
+    (*FOREIGN, "--plugin", "tests.suite.runs", "--update-info", "{"): "--update-info is no JSON",
+    (*FOREIGN, "--plugin", "tests.suite.runs", "--update-info", '{"a": 1}'): "a JSON object that holds {path}",
+    ("--level", "live"): "--level takes applier, reader, writer, canonical, versioned, router with this engine",
+    ("--xfails-file", "absent"): "No such file or directory",
+    ("--report", "absent/report.json"): "--report absent/report.json: not a file in a directory that exists.",
+    ("no/such/test.py",): "file or directory not found: no/such/test.py",
 }
+CODES = {
+    ("--engine", "no.such.module:Codec"): Exit.INFRASTRUCTURE,
+    ("--engine", "exec:/no/such/program"): Exit.INFRASTRUCTURE,
+    (*FOREIGN, "--plugin", "no.such.module"): Exit.INFRASTRUCTURE,
+    (*FOREIGN, "--plugin", "no_such_module"): Exit.INFRASTRUCTURE,
+}
+"""Those that are no bad usage: what is named does not start."""
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +185,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
 @pytest.mark.parametrize("arguments", list(USAGE_ERRORS), ids=" ".join)
 def test_bad_usage_is_one_sentence(outcomes: dict[object, Outcome], arguments: tuple[str, ...]) -> None:
     outcome = outcomes[arguments]
-    assert outcome.code == pytest.ExitCode.USAGE_ERROR, outcome.text
-    lines = [line for line in outcome.text.splitlines() if line.strip()]
+    assert outcome.code == CODES.get(arguments, Exit.USAGE), outcome.text
+    lines = [line for line in outcome.text.splitlines() if line.strip() and not line.startswith("no tests ran")]
     assert len(lines) == 1, outcome.text
     assert lines[0].startswith("ERROR: ")
     assert USAGE_ERRORS[arguments] in lines[0]
@@ -182,7 +220,7 @@ def test_live_run(outcomes: dict[object, Outcome]) -> None:
 
 @pytest.mark.parametrize("label", ["skips only", "nothing selected", "other kind only"])
 def test_judging_nothing_does_not_pass(outcomes: dict[object, Outcome], label: str) -> None:
-    assert outcomes[label].code == pytest.ExitCode.NO_TESTS_COLLECTED, outcomes[label].text
+    assert outcomes[label].code == Exit.USAGE, outcomes[label].text
     assert "Nothing was judged, so nothing passed." in outcomes[label].text
 
 
@@ -197,7 +235,7 @@ def test_collecting_only_prints_no_matrix(outcomes: dict[object, Outcome]) -> No
 
 
 def test_unmarked_test_is_a_usage_error(outcomes: dict[object, Outcome]) -> None:
-    assert outcomes["unmarked"].code == pytest.ExitCode.USAGE_ERROR
+    assert outcomes["unmarked"].code == Exit.USAGE
     assert "test_of_nothing names no check" in outcomes["unmarked"].text
 
 
