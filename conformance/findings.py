@@ -38,7 +38,7 @@ class Finding:
     """What was being done."""
 
     def __str__(self) -> str:
-        where = " ".join(filter(None, [self.tensor, self._place()]))
+        where = " ".join(filter(None, [shown(self.tensor or ""), self._place()]))
         head = f"{where}: " if where else ""
         said = [f"{word} {value}" for word, value in (("expected", self.expected), ("found", self.found)) if value]
         body = ", ".join(said) or self.what
@@ -59,6 +59,11 @@ class Finding:
     def fields(self) -> dict[str, object]:
         """For JSON: every field by name, absent ones as None."""
         return asdict(self) | {"position": None if self.position is None else list(self.position)}
+
+
+def shown(name: str) -> str:
+    """A tensor's name, escaped where a reader could not see what it is."""
+    return name if name.isascii() and name.isprintable() else ascii(name)
 
 
 class Mismatch(AssertionError):

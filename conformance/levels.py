@@ -34,11 +34,12 @@ LEVELS = (
     Level("applier", "applies every well-formed delta bit for bit, once or again"),
     Level("reader", "refuses every malformed or misplaced delta with nothing changed", on=("applier",)),
     Level("writer", "writes exactly what changed, counted, small, and the same every time"),
+    Level("codec", "applies what it writes, over any history", on=("reader", "writer")),
     Level("canonical", "writes the bytes that the format prescribes", on=("writer",), needs=frozenset({"canonical"})),
     Level(
         "versioned",
         "follows digests, composes and undoes deltas",
-        on=("reader", "writer"),
+        on=("codec",),
         needs=frozenset({"inverts", "composes", "digests", "lineage"}),
     ),
     Level("router", "routes a delta to every rank's parameters", needs=frozenset({"routes"})),
@@ -55,7 +56,7 @@ LEVELS = (
 BY_ID: Mapping[str, Level] = {level.id: level for level in LEVELS}
 
 OF_CHECK: Mapping[str, tuple[str, ...]] = {
-    "bit_exact": ("applier", "writer"),
+    "bit_exact": ("codec",),
     "idempotent": ("applier",),
     "refuses": ("reader",),
     "declines": ("reader", "writer"),

@@ -57,28 +57,41 @@ class Options:
         return self.engine == LIVE_ENGINE
 
 
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of the command line."""
+
+    name: str
+    metavar: str
+    help: str
+    default: str | None = None
+    many: bool = False
+    """Whether it may be repeated."""
+
+
+OPTIONS = (
+    Option("--engine", "NAME", "reference (default), vllm, package.module:Object, or exec:COMMAND", "reference"),
+    Option("--level", "LEVEL", f"only the tests of a level: {', '.join(levels.BY_ID)}", many=True),
+    Option("--capabilities", "A,B", "what the engine offers, instead of what it declares itself"),
+    Option("--xfails-file", "FILE", "tests that are expected to fail, one a line: ID  # issue link"),
+    Option("--report", "FILE", "write the report as JSON"),
+    Option("--html", "FILE", "write the report as one page"),
+    Option("--exec-timeout", "SECONDS", f"exec: the longest that one call may take (default {TIMEOUT:g})"),
+    Option("--tp", "N", "vllm: tensor-parallel size; repeat or separate by commas (default 1,2)", many=True),
+    Option("--checkpoint", "PATH_OR_HF_ID", "vllm: use this checkpoint, as it is"),
+    Option("--backend", "NAME", "vllm: somebody else's weight-transfer backend, with --plugin"),
+    Option("--plugin", "MODULE", "vllm: the module (or MODULE:FUNCTION) that registers the backend"),
+    Option("--update-info", "TEMPLATE", f"vllm: JSON, {PLACE} being the delta (default {UPDATE_INFO})"),
+    Option("--mutant", "NAME", "test-only: break the live engine in this way"),
+)
+
+
 def add_options(parser: pytest.Parser) -> None:
     """Declare the options."""
     group = parser.getgroup("refdelta conformance")
-    add = group.addoption
-    add(
-        "--engine",
-        default="reference",
-        metavar="NAME",
-        help="reference (default), vllm, package.module:Object, or exec:COMMAND",
-    )
-    add("--checkpoint", metavar="PATH_OR_HF_ID", help="vllm: use this checkpoint, as it is")
-    add("--tp", action="append", metavar="N", help="vllm: tensor-parallel size; repeat or separate by commas (1,2)")
-    add("--backend", metavar="NAME", help="vllm: somebody else's weight-transfer backend, with --plugin")
-    add("--plugin", metavar="MODULE", help="vllm: the module (or MODULE:FUNCTION) that registers the backend")
-    add("--update-info", metavar="TEMPLATE", help=f"vllm: JSON, {PLACE} being the delta (default {UPDATE_INFO})")
-    add("--capabilities", metavar="A,B", help="what the engine offers, instead of what it declares itself")
-    add("--exec-timeout", metavar="SECONDS", help=f"exec: the longest that one call may take (default {TIMEOUT:g})")
-    add("--level", action="append", metavar="LEVEL", help=f"only the tests of a level: {', '.join(levels.BY_ID)}")
-    add("--xfails-file", metavar="FILE", help="tests that are expected to fail, one a line: ID  # issue link")
-    add("--report", metavar="FILE", help="write the report as JSON")
-    add("--html", metavar="FILE", help="write the report as one page")
-    add("--mutant", metavar="NAME", help="test-only: break the live engine in this way")
+    for option in OPTIONS:
+        how: dict[str, Any] = {"action": "append"} if option.many else {"default": option.default}
+        group.addoption(option.name, metavar=option.metavar, help=option.help, **how)
 
 
 _KEY: pytest.StashKey[Options] = pytest.StashKey()

@@ -22,6 +22,7 @@ from typing import Any
 from hypothesis import settings
 
 from conformance import capabilities, matrix
+from conformance.findings import shown
 from conformance.options import UPDATE_INFO
 from conformance.results import OUTCOMES, Result
 from conformance.run import Run, by_outcome
@@ -162,10 +163,17 @@ def _test(run: Run, result: Result, command: str) -> dict[str, Any]:
         "infrastructure": result.infrastructure,
         "findings": result.findings,
         "example": result.example,
+        "blob": result.blob,
         "text": result.text,
         "reproduce": reproducer(run, command),
-        "hypothesis": [line.strip() for line in result.statistics.splitlines() if line.strip()],
+        "hypothesis": _statistics(result),
     }
+
+
+def _statistics(result: Result) -> list[str]:
+    """Hypothesis's lines, without the test's name and what it says of its own retries."""
+    lines = [line.strip() for line in result.statistics.splitlines()[1:]]
+    return [line for line in lines if line and "Retried draw from" not in line]
 
 
 def reproducer(run: Run, command: str) -> str:
@@ -194,6 +202,7 @@ def page(found: Mapping[str, Any]) -> str:
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["shown"] = shown
     return environment.get_template(TEMPLATE).render(**found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from conformance.findings import findings_of, is_infrastructure
 
 PASSED, FAILED, SKIPPED, XFAILED, NOT_RUN = "passed", "failed", "skipped", "xfailed", "not run"
+_BLOB = re.compile(r"@reproduce_failure\(.*\)")
 OUTCOMES = (PASSED, FAILED, SKIPPED, XFAILED, NOT_RUN)
 
 
@@ -34,7 +36,9 @@ class Result:
     findings: list[dict[str, Any]] = field(default_factory=list)
     """`findings.Finding.fields` of a failure."""
     example: str = ""
-    """The example that Hypothesis found, and its blob."""
+    """The example that Hypothesis found."""
+    blob: str = ""
+    """The decorator with which Hypothesis draws that example again."""
     text: str = ""
     """The failure as pytest prints it."""
     statistics: str = ""
@@ -49,6 +53,7 @@ def details(item: pytest.Item, call: pytest.CallInfo[None]) -> dict[str, Any]:
         "findings": [finding.fields() for finding in findings_of(error)] if failed else [],
         "infrastructure": is_infrastructure(error),
         "example": "\n".join(_notes(error)) if failed else "",
+        "blob": next(iter(_BLOB.findall("\n".join(_notes(error)))), "") if failed else "",
         "reason": _one_line(error) if failed else "",
         "capability": getattr(error, "capability", None),
         "statistics": getattr(item, "hypothesis_statistics", "") if call.when == "call" else "",
@@ -63,7 +68,7 @@ def _notes(error: BaseException | None) -> list[str]:
 def _one_line(error: BaseException | None) -> str:
     if isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
-    lines = str(error).splitlines()
+    lines = [line for line in str(error).splitlines() if line.strip()]
     name = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
     return f"{name}{lines[0]}" if lines else type(error).__name__
 
@@ -79,6 +84,7 @@ def update(result: Result, report: pytest.TestReport) -> None:
         result.infrastructure = bool(extra.get("infrastructure"))
         result.findings += extra.get("findings", [])
         result.example = result.example or extra.get("example", "")
+        result.blob = result.blob or extra.get("blob", "")
     elif report.skipped and result.outcome != FAILED:
         expected = hasattr(report, "wasxfail")
         result.outcome = XFAILED if expected else SKIPPED

@@ -145,6 +145,10 @@ class Domain(tuple[str, ...]):
         return made
 
 
+    def __repr__(self) -> str:
+        return f"Domain({len(self)} dtypes, nan={self.nan}, i64={self.i64})"
+
+
 ALL = Domain(DTYPES)
 
 

@@ -150,7 +150,7 @@ USAGE_ERRORS = {
     (*FOREIGN, "--plugin", "tests.suite.plugins.boastful"): "declares unknown capabilities ['flies']",
     (*FOREIGN, "--plugin", "tests.suite.runs", "--update-info", "{"): "--update-info is no JSON",
     (*FOREIGN, "--plugin", "tests.suite.runs", "--update-info", '{"a": 1}'): "a JSON object that holds {path}",
-    ("--level", "live"): "--level takes applier, reader, writer, canonical, versioned, router with this engine",
+    ("--level", "live"): "--level takes applier, reader, writer, codec, canonical, versioned, router with this engine",
     ("--xfails-file", "absent"): "No such file or directory",
     ("--report", "absent/report.json"): "--report absent/report.json: not a file in a directory that exists.",
     ("no/such/test.py",): "file or directory not found: no/such/test.py",
