@@ -1,6 +1,7 @@
 """Entry point `pytest11`: lets ``pytest --pyargs conformance`` know the suite's options, wherever it is started.
 
-pytest loads the conftest of a package that is named by ``--pyargs`` only while it collects, which is too late for options.
+pytest loads the conftest of a package that is named by ``--pyargs`` only while it collects, which is too late for
+options.
 Anything else that pytest is started for is left alone, and pays for this module alone.
 """
 

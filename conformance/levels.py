@@ -64,7 +64,7 @@ OF_CHECK: Mapping[str, tuple[str, ...]] = {
     "canonical": ("canonical",),
     **dict.fromkeys(("composes", "inverts"), ("versioned",)),
     "routes": ("router",),
-    **dict.fromkeys(("base", "every_tensor", "chain_of_three", "twice", "empty", "declined"), ("live",)),
+    **dict.fromkeys(("base", "every_tensor", "chain_of_three", "twice", "empty", "declined", "restarted"), ("live",)),
     **dict.fromkeys(("first_element", "last_element", "shard_boundaries", "special_values", "behaviour"), ("live",)),
     **dict.fromkeys(("malformed_second", "unknown_name", "wrong_shape"), ("transactional",)),
     **dict.fromkeys(("one_rank_fails", "separate_tied"), ("transactional",)),

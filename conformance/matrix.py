@@ -52,6 +52,7 @@ LIVE_CHECKS = {
     "shard_boundaries": "both sides of every cut between ranks",
     "special_values": "zeros, subnormals, infinities, NaNs, each replaced by its neighbour",
     "behaviour": "changes that move a fresh engine's log-probabilities move these alike",
+    "restarted": "a second engine that finds the first one's kernels on disk reads its own weights",
     "declined": "what the backend does not offer it refuses with nothing changed, or does right",
     "malformed_second": "a fault in the second tensor: nothing of the first is written",
     "unknown_name": "names that the checkpoint lacks are refused",

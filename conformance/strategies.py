@@ -144,7 +144,6 @@ class Domain(tuple[str, ...]):
         made.nan, made.i64 = nan, i64
         return made
 
-
     def __repr__(self) -> str:
         return f"Domain({len(self)} dtypes, nan={self.nan}, i64={self.i64})"
 

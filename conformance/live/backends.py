@@ -19,6 +19,8 @@ from pathlib import Path
 from conformance import capabilities
 from conformance.capabilities import LIVE
 from conformance.engines import BadEngine, CannotStart
+from conformance.live import probe
+from conformance.live.row import Backend
 from conformance.options import Options
 
 GROUP = "vllm.general_plugins"
@@ -37,6 +39,21 @@ def declared(options: Options, directory: Path) -> frozenset[str]:
     if options.capabilities is not None:
         return capabilities.checked(options.capabilities, LIVE, "--capabilities")
     return capabilities.checked(_stated(source, label), LIVE, label)
+
+
+def backend_of(options: Options, offered: frozenset[str]) -> Backend:
+    """The backend under test: somebody else's, or refdelta's with the fault of ``--mutant MODULE:FUNCTION``.
+
+    A fault is carried by this process (which encodes) and by every worker.
+    """
+    if options.backend is not None and options.plugin is not None:
+        plugins = ",".join(plugins_of(options.plugin))
+        modules = (options.plugin,)
+        return Backend(options.backend, plugins, modules, False, options.update_info, offered)
+    if options.mutant is None:
+        return Backend(capabilities=offered)
+    probe.load(options.mutant)
+    return Backend(modules=(options.mutant,), capabilities=offered)
 
 
 def plugins_of(plugin: str) -> tuple[str, ...]:

@@ -119,18 +119,18 @@ def special_patterns(code: str) -> list[int]:
     return [pattern | flag for pattern in positive for flag in (0, sign)]
 
 
-def special_values(state: Mapping[str, torch.Tensor], turn: int, aliases: Aliases = None) -> State:
+def special_values(state: Mapping[str, torch.Tensor], turn: int, aliases: Aliases = None, *, nan: bool = True) -> State:
     """Every tensor gets each special pattern once (or as many as it has elements), at positions drawn from its name.
 
     The next ``turn`` puts the next pattern of the list at each of these positions: zero becomes negative zero, a NaN
     the same NaN with its sign set, then one with another payload. Aliases get no NaN: vLLM's loader ties the two only
-    when `torch.equal` says so, so that a fresh engine on equal bytes with a NaN starts untied.
+    when `torch.equal` says so, so that a fresh engine on equal bytes with a NaN starts untied. ``nan=False``: none.
     """
 
     def patterns_of(name: str, tensor: torch.Tensor) -> list[int]:
         code = oracle.CODES[tensor.dtype]
         patterns = special_patterns(code)
-        return [p for p in patterns if not _is_nan(p, code)] if name in (aliases or ()) else patterns
+        return [p for p in patterns if not _is_nan(p, code)] if not nan or name in (aliases or ()) else patterns
 
     def positions(name: str, tensor: torch.Tensor) -> Positions:
         return _some(_generator(f"special {name}"), tensor.numel(), len(patterns_of(name, tensor)))

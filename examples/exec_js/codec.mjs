@@ -15,6 +15,7 @@ const WIDTH = {
   I64: 8, I32: 4, I16: 2, I8: 1, U64: 8, U32: 4, U16: 2, U8: 1, BOOL: 1, C64: 8,
 };
 const CAPABILITIES = "float64 float8 non_floating nan_values i64_positions canonical reasons";
+const PACKED = ["delta.indices_flat", "delta.values_flat", "delta.layer_lengths"];
 const OTHER = "non_floating_values";
 const isFloating = (code) => /^(F|BF)/.test(code);
 
@@ -228,8 +229,9 @@ function readDelta(directory) {
   } catch (error) {
     throw new Refused(`[unreadable] ${error.message}`);
   }
-  const metadata = readMetadata(raw[0]);
+  const metadata = readMetadata(raw[0], () => checkNotLegacy([...readSafetensors(raw[1]).tensors.keys()]));
   const { tensors, metadata: header } = readSafetensors(raw[1]);
+  checkNotLegacy([...tensors.keys()]);
   const names = metadata.get("layer_names");
   if (header.has("layer_names")) checkNames(header.get("layer_names"), names);
   const keys = names.flatMap((_, number) => [`${number}.indices`, `${number}.values`]);
@@ -242,6 +244,14 @@ function readDelta(directory) {
   return patches;
 }
 
+// Payloads before version 2 were keyed by the tensors' names, or packed over all of them.
+function checkNotLegacy(keys) {
+  const named = keys.length > 0 && keys.every((key) => /^[^0-9].*\.(indices|values)$/s.test(key));
+  need(!named, "legacy_layout", `keyed by name: ${keys[0]}`);
+  const packed = keys.filter((key) => PACKED.includes(key));
+  need(packed.length === 0, "legacy_layout", `packed: ${packed}`);
+}
+
 function checkNames(text, names) {
   let found;
   try {
@@ -252,11 +262,12 @@ function checkNames(text, names) {
   need(Array.isArray(found) && same(found, names), "keys_mismatch", "the header names other layers");
 }
 
-function readMetadata(raw) {
+function readMetadata(raw, checkOlder) {
   const found = readJson(raw, "bad_metadata");
   need(found instanceof Map, "bad_metadata", "the metadata is no object");
   const [names, shapes] = ["layer_names", "layer_shapes"].map((key) => found.get(key));
   need(found.get("format") === "sparse_delta", "unsupported_format", `format ${found.get("format")}`);
+  if (found.get("format_version") !== 2n) checkOlder();
   need(found.get("format_version") === 2n, "unsupported_version", `format_version ${found.get("format_version")}`);
   need(Array.isArray(names), "bad_metadata", "layer_names");
   need(names.every((name) => isText(name) && name), "bad_name", "layer_names");
@@ -271,7 +282,10 @@ function readMetadata(raw) {
     need(typeof (found.get(key) ?? "") === "string", "bad_metadata", key);
   }
   need(["bigint", "number"].includes(typeof (found.get("timestamp") ?? 0)), "bad_metadata", "timestamp");
-  for (const key of ["changed_elements", "total_elements"]) need(isCount(found.get(key)), "bad_metadata", key);
+  for (const key of ["changed_elements", "total_elements"]) {
+    need(typeof found.get(key) === "bigint", "bad_metadata", key);
+    need(isCount(found.get(key)), "count_mismatch", key);
+  }
   need(["bigint", "number"].includes(typeof found.get("density_pct")), "bad_metadata", "density_pct");
   return found;
 }

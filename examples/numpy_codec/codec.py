@@ -43,7 +43,10 @@ CODES = {
     "complex64": "C64",
 }
 """torch's name -> the code in a safetensors file."""
-WIDTH = {code: {"BOOL": 1, "C64": 8, "BF16": 2}.get(code) or max(8, int(code[1:].partition("_")[0])) // 8 for code in CODES.values()}
+WIDTH = {
+    code: {"BOOL": 1, "C64": 8, "BF16": 2}.get(code) or max(8, int(code[1:].partition("_")[0])) // 8
+    for code in CODES.values()
+}
 OTHER = "non_floating_values"
 """The extension that values of integers, bools and complex numbers need."""
 
@@ -139,7 +142,9 @@ def metadata_of(patches: list[Patch], total: int) -> dict[str, Any]:
         "total_elements": total,
         "density_pct": density(changed, total),
     }
-    return found | ({"requires": [OTHER]} if any(patch.code[0] not in "FB" or patch.code == "BOOL" for patch in patches) else {})
+    return found | (
+        {"requires": [OTHER]} if any(patch.code[0] not in "FB" or patch.code == "BOOL" for patch in patches) else {}
+    )
 
 
 def density(changed: int, total: int) -> float:
@@ -147,7 +152,7 @@ def density(changed: int, total: int) -> float:
     return round(100 * changed / total, 3) if total else 0.0
 
 
-# -- reading: strict, and whole before anything is written --------------------------------------------------------------
+# -- reading: strict, and whole before anything is written ------------------------------------------------------------
 
 
 def strict_json(raw: bytes) -> Any:
@@ -253,7 +258,7 @@ def read_patch(
     return Patch(name, values[0], tuple(shape), at, np.frombuffer(values[2], f"<u{WIDTH[values[0]]}"))
 
 
-# -- the protocol of the suite -------------------------------------------------------------------------------------------
+# -- the protocol of the suite ---------------------------------------------------------------------------------------
 
 
 class Codec:
