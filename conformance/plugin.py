@@ -2,8 +2,8 @@
 
 `conftest.py` brings it in, or `launch` does where the suite is started by `--pyargs`. Profiles of Hypothesis: `ci`
 (derandomised, the default), `nightly` (random, more examples, keeps failing ones), `quick` (as `ci`, without
-shrinking), `program` (as `ci` with fewer examples, the default for `exec:`). Nothing is written into the
-working directory, but for what pytest's own cache writes (`-p no:cacheprovider` turns that off).
+shrinking), `program` (as `ci` with fewer examples, the default for `exec:`), `smoke` (as `quick` with very few).
+Nothing is written into the working directory, but for what pytest's own cache writes (`-p no:cacheprovider`).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def _hypothesis_profiles() -> None:
     quick = [Phase.explicit, Phase.generate]
     settings.register_profile("quick", common, derandomize=True, database=None, max_examples=60, phases=quick)
     settings.register_profile("program", common, derandomize=True, database=None, max_examples=15)
+    settings.register_profile("smoke", common, derandomize=True, database=None, max_examples=3, phases=quick)
     database = DirectoryBasedExampleDatabase(Path(home) / "examples")
     # Hypothesis's own profile for CI derandomises; nights are for new examples, there too.
     settings.register_profile("nightly", common, derandomize=False, database=database, max_examples=1000)
@@ -79,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if run.codec:
         for check in matrix.CODEC_CHECKS:
             run.matrix.expect(check, run.name)
-    config.pluginmanager.register(_Reporter(run), "refdelta-conformance")
+    config.pluginmanager.register(_Reporter(run), "conformance.reporter")
 
 
 def _started(options: Options, config: pytest.Config) -> Run:

@@ -23,12 +23,15 @@ def _assert_minimal(engine: FullCodec, base: State, target: State, scratch: Scra
         found = oracle.read_delta(encoded(engine, base, target, tmp / "delta")).patches
     positions = {patch.name: patch.indices.tolist() for patch in found}
     expected = {patch.name: patch.indices.tolist() for patch in expected_patches(base, target)}
-    require(positions.keys() == expected.keys(), "layers", expected=sorted(expected), found=sorted(positions))
-    for name, wanted in expected.items():
-        missed, needless = sorted({*wanted} - {*positions[name]}), sorted({*positions[name]} - {*wanted})
-        for what, wrong in (("changed and not in the delta", missed), ("in the delta and not changed", needless)):
+    for name in sorted(expected.keys() | positions.keys()):
+        wanted, got = {*expected.get(name, ())}, {*positions.get(name, ())}
+        for what, wrong in (
+            ("changed and not in the delta", sorted(wanted - got)),
+            ("in the delta and not changed", sorted(got - wanted)),
+        ):
             if wrong:
                 raise Mismatch(_misplaced(f"positions {what}: {wrong[:20]}", name, wrong, base[name], target[name]))
+    require(positions.keys() == expected.keys(), "layers", expected=sorted(expected), found=sorted(positions))
 
 
 def _misplaced(what: str, name: str, wrong: list[int], base: Tensor, target: Tensor) -> Finding:

@@ -184,7 +184,7 @@ def texts(value: object) -> bool:
 
 def read_metadata(raw: bytes) -> dict[str, Any]:
     """What `metadata.json` says, every key checked."""
-    found = strict_json(raw)
+    found: Any = strict_json(raw)
     need(isinstance(found, dict), "the metadata is no object")
     need(found.get("format") == "sparse_delta", "not a sparse_delta")
     version = found.get("format_version")
@@ -202,7 +202,7 @@ def read_metadata(raw: bytes) -> dict[str, Any]:
     for key in ("changed_elements", "total_elements"):
         need(count(found.get(key)), key)
     need(isinstance(found.get("density_pct"), int | float), "density_pct")
-    return found
+    return dict(found)
 
 
 def read_payload(raw: bytes) -> tuple[dict[str, tuple[str, list[int], bytes]], dict[str, str]]:

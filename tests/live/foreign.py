@@ -23,7 +23,10 @@ def register_silent() -> None:
 
 
 def _register(change: Callable[[Any], Any]) -> None:
-    from refdelta.vllm import plugin, session
+    from refdelta.vllm import plugin
+    from refdelta.vllm import session as sessions
+
+    session: Any = sessions
     from refdelta.vllm.backend import DeltaSnapshotEngine
 
     plugin.register()
@@ -37,7 +40,7 @@ def _register(change: Callable[[Any], Any]) -> None:
         return replace(delta, patches=tuple(change(patch) for patch in delta.patches))
 
     DeltaSnapshotEngine.update_from = translated  # type: ignore[method-assign]
-    session.read_delta = read_changed  # type: ignore[assignment]
+    session.read_delta = read_changed
 
 
 def _refuse(patch: Any) -> Any:
