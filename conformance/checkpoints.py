@@ -26,6 +26,8 @@ State = dict[str, torch.Tensor]
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
+BUFFERS = ".layer_scalar"
+"""How the names of checkpoint tensors end that become buffers of the model."""
 INDEX_FILE = "model.safetensors.index.json"
 _HOME = Path("model.safetensors")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from conformance import oracle
+from conformance.strategies import capabilities_of
 
 CORPUS = Path(__file__).parent / "vectors"
 KINDS = ("valid", "invalid")
@@ -31,9 +33,24 @@ class Vector:
         return "/".join(self.path.parts[-3:])
 
     @property
-    def needs(self) -> list[str]:
-        """Capabilities that an engine must have."""
-        return list(self.expected.get("needs", []))
+    def needs(self) -> set[str]:
+        """Capabilities that an engine must have: those that `expected.json` names, and those that the files show."""
+        needed = set(self.expected.get("needs", []))
+        for file in ("base.safetensors", "expected.safetensors"):
+            needed |= capabilities_of(self.state(file)) if self.has(file) else set()
+        zeros = self.expected.get("zeros", {}).values()
+        needed |= {"float8" for what in zeros if what["dtype"].startswith("F8")}
+        return needed | ({"i64_positions"} if "reason" not in self.expected and self._needless_i64() else set())
+
+    def _needless_i64(self) -> bool:
+        """Whether a delta that is to be taken has I64 positions where I32 would do."""
+        for delta in filter(Path.exists, self.deltas):
+            shapes = json.loads((delta / oracle.METADATA_FILE).read_text(encoding="utf-8"))["layer_shapes"]
+            codes = {entry.key: entry.code for entry in oracle.unpack((delta / oracle.DELTA_FILE).read_bytes())[0]}
+            numels = [math.prod(shape) for shape in shapes]
+            if any(codes[f"{i}.indices"] == "I64" and n <= oracle.I32_ELEMENTS for i, n in enumerate(numels)):
+                return True
+        return False
 
     @property
     def delta(self) -> Path:

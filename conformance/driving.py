@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import NoReturn
 
+import pytest
+from hypothesis.errors import UnsatisfiedAssumption
 from torch import Tensor
 
+from conformance.capabilities import BY_ID
 from conformance.engines import Codec
+from conformance.findings import EngineFailed, Finding, InfrastructureFailed, Mismatch, require
 from conformance.oracle import State, assert_bit_equal, clone
 
 Scratch = Callable[[], AbstractContextManager[Path]]
@@ -39,16 +44,51 @@ def refusal(engine: Codec, delta: Path, base: State) -> Exception:
 def raised(attempt: Callable[[dict[str, Tensor]], object], base: State) -> Exception:
     """The exception with which an attempt on a copy of `base` ends, the copy being as it was."""
     weights = clone(base)
+    error = must_refuse(lambda: attempt(weights))
+    assert_bit_equal(base, weights, f"refused ({error}), and yet the state changed")
+    return error
+
+
+def refused(attempt: Callable[[], object]) -> Exception | None:
+    """The exception with which an engine refuses, None where it takes. Crashes, hangs and skipped draws are neither."""
     try:
-        found = attempt(weights)
+        attempt()
+    except (EngineFailed, InfrastructureFailed, UnsatisfiedAssumption):
+        raise
     except Exception as error:
-        assert_bit_equal(base, weights, f"refused ({error}), and yet the state changed")
         return error
-    raise AssertionError(f"taken, and should be refused: {found}")
+    return None
+
+
+def must_refuse(attempt: Callable[[], object]) -> Exception:
+    """The exception with which an engine refuses; a Mismatch where it takes."""
+    error = refused(attempt)
+    if error is None:
+        raise Mismatch(Finding("refusal", expected="a refusal", found="taken, and should be refused"))
+    return error
 
 
 def assert_reason(engine: Codec, error: Exception, *reasons: str) -> None:
     """An engine that states reasons has stated one of these."""
     if "reasons" in engine.capabilities:
         found = str(getattr(error, "reason", None))
-        assert found in reasons, f"reason: expected {' or '.join(sorted(reasons))}, found {found} ({error})"
+        require(
+            found in reasons, "reason", expected=" or ".join(sorted(reasons)), found=found, context=f"refused ({error})"
+        )
+
+
+def assert_same_bytes(expected: bytes, found: bytes, what: str = "payload") -> None:
+    """Two payloads are equal; otherwise the finding holds the bytes around the first difference."""
+    pairs = zip(expected, found, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
+    wanted, got = (f"{raw[at : at + 32]!r} of {len(raw)} bytes" for raw in (expected, found))
+    require(expected == found, f"{what} at byte {at}", expected=wanted, found=got)
+
+
+def skip_for(capability: str) -> NoReturn:
+    """Skip the running test, which needs something that the engine does not declare."""
+    skipped = pytest.skip.Exception(
+        f"the engine does not declare the capability {capability!r}: {BY_ID[capability].promise}"
+    )
+    skipped.capability = capability  # type: ignore[attr-defined]  # for `results.details`
+    raise skipped

@@ -1,47 +1,33 @@
-"""Codecs under test: the protocol, the capabilities, refdelta's own codec, and how one is loaded by name.
+"""Codecs under test: the protocol, refdelta's own codec, and how one is loaded by name.
 
 The smallest codec that can be validated has a `name`, a set of `capabilities` (which may be empty), `encode` and
-`apply`. Each capability adds checks; an engine without it skips them, and the matrix prints the capability.
+`apply`. Each capability (`conformance.capabilities`) adds checks; an engine without it skips them, and
+the matrix says so.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor
 
+from conformance import capabilities
+from conformance.capabilities import CODEC
+from conformance.findings import EngineFailed, InfrastructureFailed
 from conformance.layouts import Layout, Piece
+from conformance.program import TIMEOUT, Program
 
 if TYPE_CHECKING:
     from refdelta.layout_map import LayoutMap, Region
 
-CAPABILITIES: Mapping[str, str] = {
-    "non_floating": "integer, bool and complex tensors",
-    "sub_byte": "F4 tensors, an element being a pair of values (one byte), as in torch",
-    "large": "tensors of more than 2^31 elements, with I64 positions",
-    "strided": "encode takes views that are not contiguous, in logical row-major order",
-    "in_place": "apply writes through the tensors that it is given, strided views included, and replaces none of them",
-    "canonical": "delta.safetensors has exactly the bytes that the format prescribes",
-    "reasons": "a refusal carries the format's reason code as `reason` of the exception",
-    "inverts": "invert(delta, weights, out): apply, and write the inverse delta",
-    "composes": "compose(deltas, out): write one delta that equals several applied in order",
-    "digests": "digest(weights): the state digest `rd1` of a state",
-    "lineage": "follow(delta, weights, digest): apply to the state of this digest, or refuse; return the one after",
-    "routes": "route(layout, name, indices, values): a patch in the coordinates of one rank's parameters",
-}
-"""Everything that an engine may offer beyond the protocol: id -> what it promises."""
-
-_METHODS = {
-    "inverts": "invert",
-    "composes": "compose",
-    "digests": "digest",
-    "lineage": "follow",
-    "routes": "route",
-}
+CAPABILITIES: Mapping[str, str] = {name: found.promise for name, found in capabilities.of_kind(CODEC).items()}
+"""Everything that a codec in Python may offer beyond the protocol: id -> what it promises."""
 
 
 class Codec(Protocol):
@@ -174,46 +160,102 @@ class BadEngine(ValueError):
     """A name that gives no engine, or an engine that is none; the text is one sentence."""
 
 
-def load(name: str, directory: Path | None = None) -> FullCodec:
-    """The codec of this name: `reference`, or `package.module:Object` (an object, or a class made without arguments).
+class CannotStart(BadEngine):
+    """A module that cannot be imported, or a program that cannot be run: nothing is known of the engine."""
 
-    directory: searched last for the package, as the current directory is by `python -m`. Raises BadEngine.
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How an engine is to be loaded."""
+
+    directory: Path | None = None
+    """Searched last for a package, as the current directory is by `python -m`."""
+    declared: frozenset[str] | None = None
+    """Capabilities by `--capabilities`, instead of what the engine declares itself."""
+    timeout: float = TIMEOUT
+    """Seconds that one call of a program may take."""
+
+
+PROGRAM_PREFIX = "exec:"
+
+
+def load(name: str, how: Loading | None = None) -> FullCodec:
+    """The codec of this name: `reference`, `exec:COMMAND`, or `package.module:Object` (or a class of no arguments).
+
+    Raises BadEngine, or CannotStart where what it names does not run at all.
     """
-    engine = Reference() if name == "reference" else _load_object(name, directory)
+    how = how or Loading()
+    if name.startswith(PROGRAM_PREFIX):
+        return _load_program(name, how)
+    engine = Reference() if name == "reference" else _load_object(name, how.directory)
     label = f"Engine {name!r}"
-    methods = (
-        "encode",
-        "apply",
-        *(m for capability, m in _METHODS.items() if capability in _capabilities(engine, label)),
-    )
+    offered = _capabilities(engine, label, how.declared)
+    needed = (capabilities.BY_ID[capability].method for capability in sorted(offered))
+    methods = ("encode", "apply", *filter(None, needed))
     missing = [method for method in methods if not callable(getattr(engine, method, None))]
     if missing or not isinstance(getattr(engine, "name", None), str):
         raise BadEngine(f"{label} lacks {', '.join(missing) or 'a name'}.")
-    return cast(FullCodec, engine)
+    codec = cast(FullCodec, engine)
+    return codec if how.declared is None else cast(FullCodec, Declaring(codec, offered))
 
 
-def _capabilities(engine: object, label: str) -> frozenset[str]:
-    declared = getattr(engine, "capabilities", None)
+class Declaring:
+    """An engine under other capabilities than its own."""
+
+    def __init__(self, engine: FullCodec, offered: frozenset[str]) -> None:
+        self._engine = engine
+        self.capabilities = offered
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+
+def _capabilities(engine: object, label: str, instead: frozenset[str] | None) -> frozenset[str]:
+    declared = getattr(engine, "capabilities", None) if instead is None else instead
     if not isinstance(declared, frozenset | set):
         raise BadEngine(f"{label} has no set `capabilities`; an empty one will do.")
-    unknown = sorted(declared - CAPABILITIES.keys())
-    if unknown:
-        raise BadEngine(f"{label} declares unknown capabilities {unknown}; known are {sorted(CAPABILITIES)}.")
-    return frozenset(declared)
+    try:
+        return capabilities.checked(declared, CODEC, label)
+    except capabilities.UnknownCapability as error:
+        raise BadEngine(str(error)) from error
+
+
+def _load_program(name: str, how: Loading) -> FullCodec:
+    try:
+        program = Program.of(name.removeprefix(PROGRAM_PREFIX), how.timeout, how.declared)
+    except capabilities.UnknownCapability as error:
+        raise BadEngine(str(error)) from error
+    except InfrastructureFailed as error:
+        raise CannotStart(str(error)) from error
+    except (EngineFailed, ValueError) as error:
+        raise BadEngine(str(error)) from error
+    return cast(FullCodec, program)
 
 
 def _load_object(name: str, directory: Path | None) -> object:
     module_name, colon, path = name.partition(":")
     if not (colon and module_name and path):
-        raise BadEngine(f"Engine {name!r} is none of reference, vllm and package.module:Object.")
+        raise BadEngine(f"Engine {name!r} is none of reference, vllm, package.module:Object and exec:COMMAND.")
     if directory is not None and str(directory) not in sys.path:
         sys.path.append(str(directory))
+    with _without_bytecode():
+        try:
+            found: object = importlib.import_module(module_name)
+        except Exception as error:
+            text = f"Engine {name!r}: cannot import {module_name}: {type(error).__name__}: {error}."
+            raise CannotStart(text) from error
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if found is None:
+            raise BadEngine(f"Engine {name!r}: {module_name} has no {path}.")
+        return found() if isinstance(found, type) else found
+
+
+@contextmanager
+def _without_bytecode() -> Iterator[None]:
+    """An adopter's module may lie in the working directory, where nothing is to be written."""
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        found: object = importlib.import_module(module_name)
-    except Exception as error:
-        raise BadEngine(f"Engine {name!r}: cannot import {module_name}: {type(error).__name__}: {error}.") from error
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    if found is None:
-        raise BadEngine(f"Engine {name!r}: {module_name} has no {path}.")
-    return found() if isinstance(found, type) else found
+        yield
+    finally:
+        sys.dont_write_bytecode = before

@@ -6,7 +6,8 @@ Bits (a tensor's elements as unsigned integers of the same width, flat, in logic
     bits(tensor) -> ndarray               a copy
     from_bits(bits, code, shape) -> Tensor
     difference(expected, found) -> str    "" when equal bit for bit, else one finding; tensors or states
-    assert_bit_equal(expected, found)
+    finding(expected, found)              the same as a `Finding`, or None
+    assert_bit_equal(expected, found)     raises a `Mismatch` with it
     state_hash(state) -> str              sha256 over names, dtypes, shapes and bytes
 
 Deltas (a *state* is a mapping name -> tensor)::
@@ -40,6 +41,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from conformance.findings import Finding, Mismatch
 
 State = Mapping[str, Tensor]
 Bits = NDArray[Any]
@@ -124,38 +127,52 @@ def from_bits(patterns: Bits | Sequence[int], code: str, shape: Sequence[int]) -
 
 def difference(expected: Tensor | State, found: Tensor | State) -> str:
     """ "" when equal bit for bit, else the first difference: tensor, position, expected and found bits in hex."""
+    first = finding(expected, found)
+    return str(first) if first else ""
+
+
+def finding(expected: Tensor | State, found: Tensor | State, context: str = "") -> Finding | None:
+    """The first difference between two tensors or two states, None when they are equal bit for bit."""
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
-        return _tensor_difference("tensor", expected, found)
+        return _tensor_finding("tensor", expected, found, context)
     assert isinstance(expected, Mapping), "compare a tensor with a tensor, a state with a state"
     assert isinstance(found, Mapping), "compare a tensor with a tensor, a state with a state"
     if expected.keys() != found.keys():
         missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-        return f"names differ: missing {missing}, unexpected {extra}"
-    findings = (_tensor_difference(name, expected[name], found[name]) for name in sorted(expected))
-    return next(filter(None, findings), "")
+        return Finding(f"names differ: missing {missing}, unexpected {extra}", context=context)
+    findings = (_tensor_finding(name, expected[name], found[name], context) for name in sorted(expected))
+    return next(filter(None, findings), None)
 
 
-def _tensor_difference(name: str, expected: Tensor, found: Tensor) -> str:
+def _tensor_finding(name: str, expected: Tensor, found: Tensor, context: str) -> Finding | None:
     if expected.dtype != found.dtype or expected.shape != found.shape:
         wanted, got = (f"{t.dtype} {list(t.shape)}" for t in (expected, found))
-        return f"{name}: expected {wanted}, found {got}"
+        return Finding("dtype and shape", name, expected=wanted, found=got, context=context)
     left, right = bits(expected), bits(found)
     wrong = np.flatnonzero(left != right)
     if not wrong.size:
-        return ""
-    flat = int(wrong[0])
-    where = [int(axis) for axis in np.unravel_index(flat, tuple(expected.shape))] if expected.ndim else []
+        return None
+    flat, shape = int(wrong[0]), tuple(expected.shape)
     digits = 2 * expected.dtype.itemsize
-    return (
-        f"{name} at flat {flat} {where}: expected 0x{int(left[flat]):0{digits}x}, found 0x{int(right[flat]):0{digits}x}"
-        f" ({wrong.size} of {left.size} elements differ, {expected.dtype})"
+    return Finding(
+        "bits",
+        name,
+        tuple(int(axis) for axis in np.unravel_index(flat, shape)) if shape else (),
+        flat,
+        f"0x{int(left[flat]):0{digits}x}",
+        f"0x{int(right[flat]):0{digits}x}",
+        str(expected.dtype),
+        int(wrong.size),
+        int(left.size),
+        context=context,
     )
 
 
 def assert_bit_equal(expected: Tensor | State, found: Tensor | State, context: str = "") -> None:
-    """Raise AssertionError with the finding of `difference`, after `context`."""
-    finding = difference(expected, found)
-    assert not finding, f"{context}: {finding}" if context else finding
+    """Raise a Mismatch with the finding, after `context`, unless the two are equal bit for bit."""
+    first = finding(expected, found, context)
+    if first:
+        raise Mismatch(first)
 
 
 def clone(state: State) -> dict[str, Tensor]:

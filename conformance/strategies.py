@@ -12,7 +12,8 @@
     aliased(codes)        a change of a state in which further names stand for the same memory
     corrupted(codes)      the files of a delta with something wrong in them, of every kind
 
-`codes` are safetensors dtype codes; `FLOATING` is what every engine must take, `codes_for(capabilities)` what one may.
+`codes` are safetensors dtype codes, or a `Domain`: codes, and whether NaNs and needless I64 positions are drawn;
+`LEAST` is what every engine must take, `codes_for(capabilities)` what one may.
 Each draw tells Hypothesis its labels (`conformance.labels`), for `--hypothesis-show-statistics`; `LABELLED` lists every
 strategy with all of its labels, and the suite's own tests see that none is never drawn.
 """
@@ -24,9 +25,11 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+import torch
 from hypothesis import event
 from hypothesis import strategies as st
 from numpy.random import Generator
+from numpy.typing import NDArray
 from torch import Tensor
 
 from conformance import labels
@@ -118,17 +121,54 @@ def _specials(code: str) -> Bits:
 SPECIALS: Mapping[str, Bits] = {code: _specials(code) for code in DTYPES}
 """Bit patterns per dtype that arithmetic treats specially: zeros, subnormals, infinities, NaNs, extremes."""
 
-ALL = tuple(DTYPES)
+LEAST = ("BF16", "F16", "F32")
+"""The dtypes that every engine takes."""
+_CODES_OF = {
+    "float64": ("F64",),
+    "float8": tuple(code for code in DTYPES if code.startswith("F8")),
+    "sub_byte": (SUB_BYTE,),
+    "non_floating": tuple(code for code in DTYPES if code not in FLOATING),
+}
 
 
-def codes_for(capabilities: Iterable[str]) -> tuple[str, ...]:
-    """The dtype codes that an engine with these capabilities must take."""
+class Domain(tuple[str, ...]):
+    """Dtype codes, and what else may be drawn."""
+
+    nan: bool
+    """NaNs among the values."""
+    i64: bool
+    """I64 positions where I32 would do."""
+
+    def __new__(cls, codes: Iterable[str], *, nan: bool = True, i64: bool = True) -> Domain:
+        made = super().__new__(cls, codes)
+        made.nan, made.i64 = nan, i64
+        return made
+
+    def __repr__(self) -> str:
+        return f"Domain({len(self)} dtypes, nan={self.nan}, i64={self.i64})"
+
+
+ALL = Domain(DTYPES)
+
+
+def _nan(codes: Sequence[str]) -> bool:
+    return not isinstance(codes, Domain) or codes.nan
+
+
+def codes_for(capabilities: Iterable[str]) -> Domain:
+    """What an engine with these capabilities must take."""
     offered = set(capabilities)
-    return tuple(
-        code
-        for code in DTYPES
-        if (code in FLOATING or "non_floating" in offered) and (code != SUB_BYTE or "sub_byte" in offered)
-    )
+    more = {code for capability, codes in _CODES_OF.items() if capability in offered for code in codes}
+    codes = (code for code in DTYPES if code in LEAST or code in more)
+    return Domain(codes, nan="nan_values" in offered, i64="i64_positions" in offered)
+
+
+def capabilities_of(state: State) -> set[str]:
+    """What an engine must offer to take this state."""
+    codes = {CODES[tensor.dtype] for tensor in state.values()}
+    needed = {capability for capability, of in _CODES_OF.items() if codes & set(of)}
+    nan = any(is_nan(CODES[tensor.dtype], bits(tensor)).any() for tensor in state.values())
+    return needed | ({"nan_values"} if nan else set())
 
 
 # -- names and shapes ------------------------------------------------------------------------------------------------
@@ -184,6 +224,21 @@ def _valid(code: str, patterns: Bits) -> Bits:
     return (patterns & 1).astype(unsigned(code)) if code == "BOOL" else patterns
 
 
+def is_nan(code: str, patterns: Bits) -> NDArray[np.bool_]:
+    """Which bit patterns stand for NaN."""
+    if (code not in FLOATING and code != "C64") or code == SUB_BYTE:
+        return np.zeros(len(patterns), dtype=np.bool_)
+    values = from_bits(patterns, code, (len(patterns),))
+    found: NDArray[np.bool_] = values.to(torch.complex128 if code == "C64" else torch.float64).isnan().numpy()
+    return found
+
+
+def _without_nan(code: str, patterns: Bits, old: Bits | None = None) -> Bits:
+    """The patterns with 1 in place of every NaN, or 2 where `old` is 1."""
+    number = np.where(old == 1, 2, 1) if old is not None else 1
+    return np.where(is_nan(code, patterns), number, patterns).astype(unsigned(code))
+
+
 def _random(code: str, count: int, rng: Generator) -> Bits:
     raw = np.frombuffer(rng.bytes(count * width(code)), dtype=unsigned(code))
     return _valid(code, raw)
@@ -233,7 +288,8 @@ def states(draw: Draw, codes: Sequence[str] = ALL, *, min_tensors: int = 0) -> d
     for name in chosen:
         code, shape = order[len(state) % len(order)], draw(shapes())
         kind = draw(st.sampled_from(["random", "mixed", "special", "zeros"]))
-        state[name] = from_bits(_contents(code, int(np.prod(shape)), kind, rng), code, shape)
+        patterns = _contents(code, int(np.prod(shape)), kind, rng)
+        state[name] = from_bits(patterns if _nan(codes) else _without_nan(code, patterns), code, shape)
     return state
 
 
@@ -241,10 +297,12 @@ _DENSITIES = ((0.0, 0.1, 0.5, 1.0), (0.001, 0.03), (1.0,), (0.0, 0.001), (0.5, 1
 
 
 @st.composite
-def changes_of(draw: Draw, base: State, density: float | None = None) -> dict[str, Tensor]:
+def changes_of(
+    draw: Draw, base: State, density: float | None = None, *, codes: Sequence[str] = ALL
+) -> dict[str, Tensor]:
     """A state like `base` with some bits changed: per tensor none, one, a few, a third, half or all elements.
 
-    density: change this share of every tensor instead, in [0, 1], rounded up to whole elements.
+    density: change this share of every tensor instead, in [0, 1], rounded up to whole elements; codes: whether to NaN.
     """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     densities = draw(st.sampled_from(_DENSITIES)) if density is None else (density,)
@@ -254,7 +312,8 @@ def changes_of(draw: Draw, base: State, density: float | None = None) -> dict[st
         share, kind = rng.choice(densities), str(rng.choice(CHANGES))
         count = min(len(new), int(np.ceil(round(share * len(new), 6))))
         at = rng.choice(len(new), count, replace=False) if count else np.zeros(0, dtype=np.int64)
-        new[at] = _changed(code, new[at], kind, rng)
+        changed = _changed(code, new[at], kind, rng)
+        new[at] = changed if _nan(codes) else _without_nan(code, changed, new[at])
         target[name] = from_bits(new, code, tensor.shape)
     return target
 
@@ -268,7 +327,7 @@ def pairs(
     # More than ten layers make their numbers two digits long; left to chance, so many tensors seldom change at once.
     many = draw(st.integers(0, 5)) == 0
     base = draw(states(codes, min_tensors=_SIZES[-1] if many else min_tensors))
-    return base, draw(changes_of(base, 1.0 if many and density is None else density))
+    return base, draw(changes_of(base, 1.0 if many and density is None else density, codes=codes))
 
 
 def round_trips(codes: Sequence[str] = ALL) -> st.SearchStrategy[tuple[State, State, State]]:
@@ -282,7 +341,7 @@ def chains(draw: Draw, codes: Sequence[str] = ALL, length: int = 4) -> list[Stat
     """`length` states, each a change of the one before."""
     chain: list[State] = [draw(states(codes, min_tensors=1))]
     while len(chain) < length:
-        chain.append(draw(changes_of(chain[-1])))
+        chain.append(draw(changes_of(chain[-1], codes=codes)))
     return chain
 
 
@@ -292,7 +351,8 @@ def loose_deltas(draw: Draw, codes: Sequence[str] = ALL) -> tuple[State, tuple[P
     """(base, patches, index code): a delta that a reader must take although no canonical writer emits it."""
     base, target = draw(pairs(codes, min_tensors=1))
     patches = [_with_kept(patch, base[patch.name], draw) for patch in expected_patches(base, target)]
-    return base, tuple(draw(st.permutations(patches))), draw(st.sampled_from(["I32", "I64"]))
+    widths = ["I32", "I64"] if not isinstance(codes, Domain) or codes.i64 else ["I32"]
+    return base, tuple(draw(st.permutations(patches))), draw(st.sampled_from(widths))
 
 
 def _with_kept(patch: Patch, tensor: Tensor, draw: Draw) -> Patch:

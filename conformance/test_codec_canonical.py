@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import oracle, strategies
-from conformance.driving import Scratch, encoded
+from conformance.driving import Scratch, assert_same_bytes, encoded
 from conformance.engines import FullCodec
 from conformance.oracle import DELTA_FILE, State, expected_patches
 
@@ -18,11 +18,7 @@ def _assert_canonical(engine: FullCodec, base: State, target: State, scratch: Sc
     with scratch() as tmp:
         found = (encoded(engine, base, target, tmp / "delta") / DELTA_FILE).read_bytes()
     expected = oracle.canonical_payload(expected_patches(base, target))
-    at = next(
-        (i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), min(map(len, (expected, found)))
-    )
-    wanted, got = expected[at : at + 32], found[at : at + 32]
-    assert found == expected, f"byte {at}: expected {wanted!r}, found {got!r} ({len(expected)} and {len(found)} bytes)"
+    assert_same_bytes(expected, found)
 
 
 @given(st.data())

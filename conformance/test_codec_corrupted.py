@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from conformance import oracle, strategies
-from conformance.driving import Scratch
+from conformance.driving import Scratch, refused
 from conformance.engines import FullCodec
+from conformance.findings import require
 from conformance.oracle import CODES, State, assert_bit_equal, clone, expected_state
 
 pytestmark = pytest.mark.check("refuses")
@@ -35,21 +35,15 @@ def test_anything_wrong(engine: FullCodec, codes: tuple[str, ...], scratch: Scra
             for name, raw in files.items():
                 (tmp / name).write_bytes(raw)
             expected, weights = _meaning(tmp, base), clone(base)
-            error = _applied(engine, tmp, weights)
+            error = refused(lambda at=tmp, held=weights: engine.apply(at, held))  # type: ignore[misc]  # bound early
         if error is None:
-            assert expected is not None, f"{kind}: taken, although the files are malformed"
+            require(expected is not None, "refusal", expected="a refusal", found="taken", context=f"{kind}: malformed")
+            assert expected is not None
             assert_bit_equal(expected, weights, kind)
             continue
         assert_bit_equal(base, weights, f"{kind}: refused ({error}), and yet the state changed")
-        assert expected is None, f"{kind}: refused ({error}), although nothing is wrong with the files"
+        found = f"refused ({error})"
+        require(expected is None, "refusal", expected="taken", found=found, context=f"{kind}: nothing is wrong with it")
         if "reasons" in engine.capabilities:
-            assert getattr(error, "reason", None), f"{kind}: refused without a reason: {error!r}"
-
-
-def _applied(engine: FullCodec, delta: Path, weights: dict[str, Tensor]) -> Exception | None:
-    """What the engine refused with."""
-    try:
-        engine.apply(delta, weights)
-    except Exception as error:
-        return error
-    return None
+            reason = getattr(error, "reason", None)
+            require(reason, "reason", expected="a reason code", found=reason, context=f"{kind}: refused ({error!r})")

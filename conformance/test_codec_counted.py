@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from conformance import oracle, strategies
 from conformance.driving import Scratch, applied, encoded
 from conformance.engines import FullCodec
+from conformance.findings import require
 from conformance.oracle import State, assert_bit_equal, expected_patches, total_elements
 
 pytestmark = pytest.mark.check("counted")
@@ -27,7 +28,7 @@ def _assert_counted(engine: FullCodec, base: State, target: State, scratch: Scra
         "density_pct": round(100 * changed / total, 3) if total else 0.0,
     }
     found = {key: written.metadata[key] for key in expected}
-    assert found == expected, f"expected {expected}, found {found}"
+    require(found == expected, "counts", expected=expected, found=found)
 
 
 @given(st.data())

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from conformance import oracle, strategies
 from conformance.driving import Scratch, encoded
 from conformance.engines import FullCodec
+from conformance.findings import require
 from conformance.oracle import Patch, RawDelta, expected_patches
 
 pytestmark = pytest.mark.check("density_bound")
@@ -25,9 +26,10 @@ def header_bound(patches: tuple[Patch, ...]) -> int:
 
 def _assert_bound(written: RawDelta) -> None:
     expected = sum(len(p.indices) * ((4 if p.numel <= 2**31 else 8) + oracle.width(p.code)) for p in written.patches)
-    assert written.data_bytes == expected, f"payload: expected {expected} bytes, found {written.data_bytes}"
+    require(written.data_bytes == expected, "bytes of the payload", expected=expected, found=written.data_bytes)
     bound = header_bound(written.patches)
-    assert written.header_bytes <= bound, f"header: at most {bound} bytes, found {written.header_bytes}"
+    found = written.header_bytes
+    require(found <= bound, "bytes of the header", expected=f"at most {bound}", found=found)
 
 
 @given(st.data())
@@ -37,7 +39,8 @@ def test_bytes_follow_from_the_change(
     base, target = data.draw(strategies.pairs(codes))
     with scratch() as tmp:
         written = oracle.read_delta(encoded(engine, base, target, tmp / "delta"))
-    assert set(written.index_codes) <= {"I32"}, "I64 positions for at most 2^31 elements"
+    found = sorted({*written.index_codes})
+    require(found in ([], ["I32"]), "positions of at most 2^31 elements", expected="I32", found=found)
     _assert_bound(written)
     count = sum(len(patch.indices) for patch in expected_patches(base, target))
     assert sum(len(patch.indices) for patch in written.patches) == count, "not one entry per changed element"
@@ -52,5 +55,6 @@ def test_smaller_than_dense_below_one_third(engine: FullCodec, scratch: Scratch,
     base, target = ({"w": oracle.from_bits(patterns, "BF16", (30, 100))} for patterns in (old, new))
     with scratch() as tmp:
         written = oracle.read_delta(encoded(engine, base, target, tmp / "delta"))
-    assert written.data_bytes == 6 * changed, f"6 bytes a change: expected {6 * changed}, found {written.data_bytes}"
+    found = written.data_bytes
+    require(found == 6 * changed, "bytes of the payload, 6 a change", expected=6 * changed, found=found)
     assert (written.data_bytes < 2 * 3000) == cheaper

@@ -14,6 +14,7 @@ from conformance.oracle import assert_bit_equal, expected_state, total_elements
 pytestmark = pytest.mark.check("idempotent")
 
 
+@pytest.mark.level("codec")
 @given(st.data())
 def test_own_delta_twice(engine: FullCodec, codes: tuple[str, ...], scratch: Scratch, data: st.DataObject) -> None:
     base, target = data.draw(strategies.pairs(codes, min_tensors=1))

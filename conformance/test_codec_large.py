@@ -10,6 +10,7 @@ from torch import Tensor
 from conformance import oracle
 from conformance.driving import Scratch
 from conformance.engines import FullCodec
+from conformance.findings import require
 
 pytestmark = pytest.mark.needs("large")
 
@@ -33,11 +34,13 @@ def _marked(rows: int, positions: list[int]) -> Tensor:
 def _assert_marked(tensor: Tensor, positions: list[int]) -> None:
     raw = tensor.view(torch.uint8).reshape(-1)
     found = [int(raw[position]) for position in positions]
-    assert found == list(range(1, len(positions) + 1)), f"at {positions}: found {found}"
+    expected = list(range(1, len(positions) + 1))
+    require(found == expected, f"bits at {positions}", expected=expected, found=found)
     written = sum(int(torch.count_nonzero(part)) for part in raw.split(2**26))
-    assert written == len(positions), f"expected {len(positions)} changed elements in all, found {written}"
+    require(written == len(positions), "changed elements in all", expected=len(positions), found=written)
 
 
+@pytest.mark.level("applier")
 @pytest.mark.check("bit_exact")
 def test_apply_beyond_32_bits(engine: FullCodec, scratch: Scratch) -> None:
     weights = {"w": _zeros(2**15 + 1)}
@@ -48,6 +51,7 @@ def test_apply_beyond_32_bits(engine: FullCodec, scratch: Scratch) -> None:
     _assert_marked(weights["w"], CHANGED)
 
 
+@pytest.mark.level("writer")
 @pytest.mark.check("bit_exact")
 def test_encode_beyond_32_bits(engine: FullCodec, scratch: Scratch) -> None:
     rows = 2**15 + 1

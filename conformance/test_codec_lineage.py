@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from conformance import digests, oracle, strategies
 from conformance.driving import Scratch, assert_reason, raised
 from conformance.engines import FullCodec
+from conformance.findings import require
 from conformance.oracle import State, assert_bit_equal, clone, expected_patches, total_elements
 
-pytestmark = pytest.mark.check("refuses")
+pytestmark = [pytest.mark.check("refuses"), pytest.mark.level("versioned")]
 
 
 @given(st.data())
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.check("refuses")
 def test_digest_of_any_state(engine: FullCodec, codes: tuple[str, ...], data: st.DataObject) -> None:
     state = data.draw(strategies.states(codes))
     expected, found = digests.state_digest(state), engine.digest(clone(state))
-    assert found == expected, f"digest of {sorted(state)}: expected {expected}, found {found}"
+    require(found == expected, f"digest of {sorted(state)}", expected=expected, found=found)
 
 
 def _version(directory: Path, base: State, target: State, version: int, **fields: object) -> Path:
@@ -50,7 +51,8 @@ def test_chain_is_followed(engine: FullCodec, codes: tuple[str, ...], scratch: S
         for version, (base, target) in enumerate(pairwise(chain), start=1):
             digest = engine.follow(_version(tmp / str(version), base, target, version), weights, digest)
             assert_bit_equal(target, weights, f"after version {version}")
-            assert digest == digests.state_digest(target), f"digest after version {version}"
+            expected = digests.state_digest(target)
+            require(digest == expected, f"digest after version {version}", expected=expected, found=digest)
 
 
 @given(st.data())
@@ -68,7 +70,8 @@ def test_what_does_not_fit_is_refused(
         _assert_refused(engine, step, second, two, "base_mismatch")
         _assert_refused(engine, _version(tmp / "wrong", first, second, 1, digest=three), first, one, "digest_mismatch")
         weights = clone(first)
-        assert engine.follow(step, weights, one) == two
+        found = engine.follow(step, weights, one)
+        require(found == two, "digest after refusals", expected=two, found=found)
         assert_bit_equal(second, weights, "after refusals")
 
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from conformance import oracle
 from conformance.engines import FullCodec
+from conformance.findings import require
 from conformance.layouts import LAYOUTS, Layout, lay_out
-from conformance.oracle import Bits
+from conformance.oracle import Bits, assert_bit_equal
 
 pytestmark = [pytest.mark.check("routes"), pytest.mark.needs("routes")]
 
@@ -45,12 +47,16 @@ def _assert_routes(engine: FullCodec, layout: Layout, changes: Mapping[str, Sequ
         flat[at] = ~flat[at]
         values = oracle.from_bits(flat[at], CODE, (len(at),))
         for param, indices, new in engine.route(layout, name, torch.from_numpy(at), values):
-            assert new.dtype == oracle.DTYPES[CODE], f"{name} into {param}: values came back as {new.dtype}"
+            wanted = oracle.DTYPES[CODE]
+            require(new.dtype == wanted, f"dtype of values of {name}", tensor=param, expected=wanted, found=new.dtype)
             routed[param].reshape(-1)[indices.numpy()] = oracle.bits(new)
     expected = lay_out(layout, after, before)
     for param, array in expected.items():
-        wrong = np.argwhere(array != routed[param])
-        assert not len(wrong), f"{layout.name}: {param} differs at {wrong[0].tolist()} and {len(wrong) - 1} more"
+        assert_bit_equal({param: _tensor(array)}, {param: _tensor(routed[param])}, layout.name)
+
+
+def _tensor(array: Bits) -> Tensor:
+    return oracle.from_bits(array.reshape(-1), CODE, array.shape)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)

@@ -32,6 +32,7 @@ from hypothesis.stateful import (
 from conformance import oracle, strategies
 from conformance.driving import encoded
 from conformance.engines import FullCodec
+from conformance.findings import require
 from conformance.oracle import Patch, State, assert_bit_equal, bits, clone, expected_patches, expected_state
 
 pytestmark = pytest.mark.check("bit_exact")
@@ -108,7 +109,7 @@ class History(RuleBasedStateMachine):
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
         self.seen["step"] += 1
-        self.trainer = data.draw(strategies.changes_of(self.trainer))
+        self.trainer = data.draw(strategies.changes_of(self.trainer, codes=self.codes))
 
     @rule(targets=(waiting, known))
     def encode(self) -> Sent:
@@ -207,10 +208,13 @@ def _patch_of(like: Patch, values: dict[int, Any]) -> Patch:
 def _assert_patches(expected: tuple[Patch, ...], found: tuple[Patch, ...]) -> None:
     """The same positions and bits; a writer's order of layers is its own."""
     by_name = {patch.name: patch for patch in found}
-    assert by_name.keys() == {patch.name for patch in expected}, f"layers {sorted(by_name)}"
+    names = sorted(patch.name for patch in expected)
+    require(sorted(by_name) == names, "layers", expected=names, found=sorted(by_name))
     for patch in expected:
-        assert by_name[patch.name].indices.tolist() == patch.indices.tolist(), f"positions of {patch.name}"
-        assert (by_name[patch.name].bits == patch.bits).all(), f"values of {patch.name}"
+        one, two = (each.indices.tolist() for each in (patch, by_name[patch.name]))
+        require(one == two, "positions", tensor=patch.name, expected=one, found=two)
+        one, two = (each.bits.tolist() for each in (patch, by_name[patch.name]))
+        require(one == two, "values", tensor=patch.name, expected=one, found=two)
 
 
 def history_of(engine: FullCodec, codes: tuple[str, ...], seen: Counter[str]) -> type[History]:

@@ -15,6 +15,7 @@ from conformance.oracle import assert_bit_equal, bits, expected_patches, expecte
 pytestmark = pytest.mark.check("bit_exact")
 
 
+@pytest.mark.level("writer")
 @pytest.mark.needs("strided")
 @given(st.data())
 def test_encode_from_views(engine: FullCodec, codes: tuple[str, ...], scratch: Scratch, data: st.DataObject) -> None:
@@ -29,6 +30,7 @@ def test_encode_from_views(engine: FullCodec, codes: tuple[str, ...], scratch: S
     assert found == {patch.name: patch.indices.tolist() for patch in expected_patches(base, target)}
 
 
+@pytest.mark.level("applier")
 @pytest.mark.needs("in_place")
 @given(st.data())
 def test_apply_through_views(engine: FullCodec, codes: tuple[str, ...], scratch: Scratch, data: st.DataObject) -> None:
@@ -48,6 +50,7 @@ def test_apply_through_views(engine: FullCodec, codes: tuple[str, ...], scratch:
         assert not wrong.size, f"{name}: apply wrote beside the view, at {wrong[:5]} of its buffer"
 
 
+@pytest.mark.level("applier")
 @pytest.mark.needs("in_place")
 @given(st.data())
 def test_apply_through_aliases(

@@ -15,8 +15,10 @@ import pytest
 
 from conformance import checkpoints, oracle
 from conformance.checkpoints import Checkpoint
+from conformance.findings import InfrastructureFailed, require
 from conformance.live import changes, judge
-from conformance.live.row import Row, our_backend
+from conformance.live.backends import backend_of
+from conformance.live.row import Row
 from conformance.live.truth import Truths
 from conformance.options import Options, options_of
 
@@ -44,12 +46,16 @@ def truths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truths]:
 
 @pytest.fixture(scope="module")
 def row(
-    request: pytest.FixtureRequest, options: Options, truths: Truths, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    options: Options,
+    offered: frozenset[str],
+    truths: Truths,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Row]:
     """The engine under test; started by the first check that needs it."""
     model, tp = request.param
     scratch = tmp_path_factory.mktemp("row")
-    made = Row(_checkpoint(model, options, scratch), tp, our_backend(options.mutant), truths, scratch)
+    made = Row(_checkpoint(model, options, scratch), tp, backend_of(options, offered), truths, scratch)
     yield made
     made.close()
 
@@ -60,7 +66,8 @@ def _checkpoint(model: str, options: Options, scratch: Path) -> Checkpoint:
 
 @pytest.fixture
 def live(row: Row) -> Row:
-    """The row with an engine that holds its current state."""
+    """The row with an engine that holds its current state; skipped where the backend does not offer what it needs."""
+    row.skip_unless_offered()
     row.ready()
     return row
 
@@ -91,7 +98,8 @@ def test_chain_of_three(live: Row) -> None:
     """Three deltas, one after the other."""
     for link in ("one", "two"):
         target = changes.every_tensor(live.current, link, live.aliases)
-        assert live.sync({"target_weights_path": str(live.delta(target))}) is None
+        found = live.sync(live.backend.info(live.delta(target)))
+        require(found is None, "update", expected="taken", found=found, context=f"{live.name}: {link} of three")
         live.current = target
     live.accepts(changes.every_tensor(live.current, "three", live.aliases))
     live.answers_as_truth()
@@ -132,10 +140,13 @@ def test_shard_boundaries(live: Row) -> None:
 
 @pytest.mark.check("special_values")
 def test_special_values(live: Row) -> None:
-    """Zeros, subnormals, infinities and NaN payloads; then each replaced by its neighbour; then finite again."""
-    finite = live.current
+    """Zeros, subnormals, infinities and NaN payloads; then each replaced by its neighbour; then finite again.
+
+    Without NaNs for a backend that does not offer them; `test_declined` gives it some.
+    """
+    finite, nan = live.current, live.backend.offers("nan_values")
     for turn in (0, 1):
-        live.accepts(changes.special_values(finite, turn, live.aliases))
+        live.accepts(changes.special_values(finite, turn, live.aliases, nan=nan))
     live.accepts(finite)
     live.answers_as_truth()
 
@@ -159,6 +170,31 @@ def test_behaviour(live: Row) -> None:
         live.answers_as_truth()
     live.accepts(live.base)
     live.answers_as_truth()
+
+
+# --- what the backend does not offer ---------------------------------------------------------------------------------
+
+
+@pytest.mark.check("declined")
+def test_declined(row: Row) -> None:
+    """An engine that does not start says so; a delta is refused with nothing changed, or done right."""
+    missing = {feature: names for feature, names in row.features.items() if not row.backend.offers(feature)}
+    if not missing and row.backend.offers("nan_values"):
+        pytest.skip("the backend offers everything that this row needs")
+    row.truth(row.base)  # that a fresh engine starts: if one with the backend does not, it is the backend that declines
+    try:
+        row.ready()
+    except InfrastructureFailed as error:
+        require(missing, "start", expected="a start: nothing that this row needs is declined", found=error)
+        return
+    for names in missing.values():
+        row.ready()
+        row.declines(changes.of_families(row.current, names, row.aliases))
+    if not row.backend.offers("nan_values"):
+        row.ready()
+        row.declines(changes.special_values(row.current, 0, row.aliases))
+    # Whatever it holds now was judged; the next check starts from a known state.
+    row.close()
 
 
 # --- deltas that must be refused --------------------------------------------------------------------------------------
@@ -224,14 +260,16 @@ def test_wrong_shape(live: Row) -> None:
 
 
 @pytest.mark.check("one_rank_fails")
+@pytest.mark.needs("per_rank")
 def test_one_rank_fails(live: Row) -> None:
     """One rank gets a delta that it must refuse, the others a good one: nobody writes, and every rank answers."""
     if live.tp == 1:
         pytest.skip("one rank cannot fail alone at tp=1")
-    good = {"target_weights_path": str(live.delta(changes.one_element(live.current, 0, live.aliases)))}
-    bad = {"target_weights_path": str(live.write(live.draft([])) / "absent")}
+    good = live.backend.info(live.delta(changes.one_element(live.current, 0, live.aliases)))
+    bad = live.backend.info(live.write(live.draft([])) / "absent")
     for failing in range(live.tp):
         infos = [bad if rank == failing else good for rank in range(live.tp)]
+        live.ready()
         live.refuses(infos, frozenset({"not_a_delta", "rank_failed"}))
     live.good_delta_succeeds()
 

@@ -13,7 +13,8 @@ import pytest
 from conformance import checkpoints
 from conformance.checkpoints import State
 from conformance.live import changes, judge
-from conformance.live.row import Row, our_backend
+from conformance.live.backends import backend_of
+from conformance.live.row import Row
 from conformance.live.setup import COMPILED, beside_adapter
 from conformance.live.truth import Truths
 from conformance.options import Options
@@ -35,13 +36,20 @@ REPEATED = "qwen3-moe compiled tp=1"
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marked = [
-        pytest.param(r, marks=pytest.mark.row(f"{r[1]} {r[0]} tp={r[2]}"), id=f"{r[1]}-{r[0]}-tp{r[2]}") for r in ROWS
+        pytest.param(
+            r,
+            marks=[pytest.mark.row(f"{r[1]} {r[0]} tp={r[2]}"), pytest.mark.needs(r[0])],
+            id=f"{r[1]}-{r[0]}-tp{r[2]}",
+        )
+        for r in ROWS
     ]
     metafunc.parametrize("row", marked, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
-def row(request: pytest.FixtureRequest, options: Options, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Row]:
+def row(
+    request: pytest.FixtureRequest, options: Options, offered: frozenset[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Row]:
     """The engine under test and its own fresh ones."""
     kind, model, tp = request.param
     if options.checkpoint:
@@ -53,7 +61,7 @@ def row(request: pytest.FixtureRequest, options: Options, tmp_path_factory: pyte
     base = checkpoints.load(checkpoint.directory)
     setup = COMPILED if kind == "compiled" else beside_adapter(base, scratch / "adapter")
     truths = Truths(scratch / "truths", setup)
-    made = Row(checkpoint, tp, our_backend(options.mutant), truths, scratch, setup)
+    made = Row(checkpoint, tp, backend_of(options, offered), truths, scratch, setup)
     yield made
     made.close()
     truths.close()
@@ -62,6 +70,7 @@ def row(request: pytest.FixtureRequest, options: Options, tmp_path_factory: pyte
 @pytest.fixture
 def live(row: Row) -> Row:
     """The row with an engine that holds its current state."""
+    row.skip_unless_offered()
     row.ready()
     return row
 
@@ -96,7 +105,7 @@ def test_behaviour(live: Row) -> None:
     target, answers = live.base, live.answers()
     for family, names in families.items():
         target = changes.of_families(target, names, live.aliases)
-        found = live.sync({"target_weights_path": str(live.delta(target))})
+        found = live.sync(live.backend.info(live.delta(target)))
         assert found is None, f"{live.name}: {family}: a good delta was refused: {found}"
         live.current, before = target, answers
         answers = live.answers()

@@ -7,6 +7,7 @@ format moves them only with an extension. Where two names share one tensor (``al
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -90,18 +91,22 @@ def shard_boundaries(state: Mapping[str, torch.Tensor], ranks: int, aliases: Ali
 
 
 def boundary_positions(shape: Sequence[int], ranks: int) -> Positions:
-    """Flat positions beside the cuts, along the first and along the last dimension, with and without padding.
+    """Flat positions beside the cuts along every dimension, with and without padding.
 
-    In each row or column beside a cut one element, in the middle of the other dimensions, so that rows and columns are
-    told apart.
+    A dimension may hold two tensors in one (gate and up), each of which is sharded: so there are twice as many cuts as
+    ranks. Beside each, elements at every corner of the other dimensions and at an inner place. So the corners of every
+    shard are among them, and rows and columns are told apart.
     """
     if not shape:
         return np.array([0], dtype=np.int64)
-    numel = int(np.prod(shape))
-    row = numel // shape[0]
-    rows = [r * row + (row // 3) for r in _beside_cuts(shape[0], ranks)]
-    columns = [(shape[0] // 3) * row + c for c in _beside_cuts(shape[-1], ranks)]
-    return np.unique(np.array(rows + columns, dtype=np.int64) % numel)
+    places = [*itertools.product(*((0, size - 1) for size in shape)), tuple(size // 3 for size in shape)]
+    found = [
+        [*place[:axis], at, *place[axis + 1 :]]
+        for axis, size in enumerate(shape)
+        for at in _beside_cuts(size, 2 * ranks)
+        for place in places
+    ]
+    return np.unique(np.ravel_multi_index(np.array(found).T, tuple(shape))).astype(np.int64)
 
 
 def _beside_cuts(size: int, ranks: int) -> list[int]:
@@ -119,18 +124,18 @@ def special_patterns(code: str) -> list[int]:
     return [pattern | flag for pattern in positive for flag in (0, sign)]
 
 
-def special_values(state: Mapping[str, torch.Tensor], turn: int, aliases: Aliases = None) -> State:
+def special_values(state: Mapping[str, torch.Tensor], turn: int, aliases: Aliases = None, *, nan: bool = True) -> State:
     """Every tensor gets each special pattern once (or as many as it has elements), at positions drawn from its name.
 
     The next ``turn`` puts the next pattern of the list at each of these positions: zero becomes negative zero, a NaN
     the same NaN with its sign set, then one with another payload. Aliases get no NaN: vLLM's loader ties the two only
-    when `torch.equal` says so, so that a fresh engine on equal bytes with a NaN starts untied.
+    when `torch.equal` says so, so that a fresh engine on equal bytes with a NaN starts untied. ``nan=False``: none.
     """
 
     def patterns_of(name: str, tensor: torch.Tensor) -> list[int]:
         code = oracle.CODES[tensor.dtype]
         patterns = special_patterns(code)
-        return [p for p in patterns if not _is_nan(p, code)] if name in (aliases or ()) else patterns
+        return [p for p in patterns if not _is_nan(p, code)] if not nan or name in (aliases or ()) else patterns
 
     def positions(name: str, tensor: torch.Tensor) -> Positions:
         return _some(_generator(f"special {name}"), tensor.numel(), len(patterns_of(name, tensor)))

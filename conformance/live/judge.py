@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from conformance import findings
 from conformance.live.engine import Output
 
 
@@ -29,6 +30,21 @@ class Finding:
     found: str
     differing: int = 0
     """How many elements differ."""
+
+    def shared(self) -> findings.Finding:
+        """The same with the fields that every finding of the suite has."""
+        what = "bits" if self.position is not None else "parameters and buffers"
+        count = self.differing or None
+        return findings.Finding(
+            what,
+            self.parameter,
+            self.position,
+            expected=self.expected,
+            found=self.found,
+            differing=count,
+            rank=self.rank if self.rank >= 0 else None,
+            context=self.model,
+        )
 
     def __str__(self) -> str:
         where = f"{self.model} rank {self.rank} {self.parameter}"

@@ -13,16 +13,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from conformance import oracle
+from conformance import capabilities, checkpoints, oracle
 from conformance.checkpoints import Checkpoint, State, aliases, load, with_state
-from conformance.live import changes, judge, probe
+from conformance.driving import skip_for
+from conformance.findings import Finding, InfrastructureFailed, Mismatch, require
+from conformance.live import changes, judge
 from conformance.live.encoder import Encode, encode_with_oracle, encode_with_refdelta
 from conformance.live.engine import Output
 from conformance.live.runner import START_TIMEOUT, Host, HostDied, HostError, environment
 from conformance.live.setup import PLAIN, Setup
 from conformance.live.truth import Truth, Truths, prompts
+from conformance.options import UPDATE_INFO, filled
 
-_REASON = re.compile(r"refdelta\[([a-z_]+)\]")
+_REASON = re.compile(r"\[([a-z_]+)\]")
+"""A reason stands in square brackets in the error's text, for refdelta's backend after its name."""
 _MAX_SHOWN = 8
 _BATCH_BYTES = 64 << 20
 
@@ -38,20 +42,24 @@ class Backend:
     modules: tuple[str, ...] = ()
     """What every process of its engines loads (`probe.load`) before the backend is created."""
     ours: bool = True
-    """refdelta's own: it encodes its deltas, states reasons, and keeps CPU weights unpacked by itself."""
+    """refdelta's own: it encodes its deltas, and keeps CPU weights unpacked by itself."""
+    update_info: str = UPDATE_INFO
+    """Its `update_info` as JSON, ``{path}`` standing for the delta's directory."""
+    capabilities: frozenset[str] = frozenset(capabilities.of_kind(capabilities.LIVE))
+    """What it offers."""
+
+    def offers(self, capability: str) -> bool:
+        """Whether it declares this."""
+        return capability in self.capabilities
+
+    def info(self, delta: Path) -> dict[str, Any]:
+        """Its `update_info` for a delta."""
+        return filled(self.update_info, str(delta))
 
     @property
     def encode(self) -> Encode:
         """Writes its deltas."""
         return encode_with_refdelta if self.ours else encode_with_oracle
-
-
-def our_backend(mutant: str | None) -> Backend:
-    """refdelta's, with the fault ``--mutant MODULE:FUNCTION`` in this process (which encodes) and in every worker."""
-    if mutant is None:
-        return Backend()
-    probe.load(mutant)
-    return Backend(modules=(mutant,))
 
 
 class Row:
@@ -99,7 +107,7 @@ class Row:
         self.close()
         self.current = self.base
         if self._start_failure is not None:
-            raise AssertionError(self._start_failure)
+            raise InfrastructureFailed(self._start_failure)
         self._start()
         self._settled = True
 
@@ -134,7 +142,7 @@ class Row:
             self._host.call("init_transfer")
         except (HostError, HostDied) as error:
             self._start_failure = f"{self.name}: the engine did not start: {error} (log {self._host.log})"
-            raise AssertionError(self._start_failure) from None
+            raise InfrastructureFailed(self._start_failure) from None
 
     # --- states, truths, deltas ---
 
@@ -159,6 +167,8 @@ class Row:
         made = [with_state(base, state, root / f"state{next(self._count)}") for state in states]
         try:
             return self.truths.of([replace(self.checkpoint, directory=directory) for directory in made], self.tp)
+        except (HostError, HostDied) as error:
+            raise InfrastructureFailed(f"{self.name}: no truth: a fresh engine failed: {error}") from None
         finally:
             for directory in made:
                 shutil.rmtree(directory)
@@ -196,32 +206,77 @@ class Row:
 
     def accepts(self, target: State, delta: Path | None = None) -> None:
         """Send ``delta`` (made here unless given); it must succeed and leave every rank with the bits of ``target``."""
-        found = self.sync({"target_weights_path": str(delta or self.delta(target))})
-        assert found is None, f"{self.name}: a good delta was refused: {found}"
+        found = self.sync(self.backend.info(delta or self.delta(target)))
+        require(
+            found is None, "update", expected="taken", found=found, context=f"{self.name}: a good delta was refused"
+        )
         self.current = target
         self.holds_current()
         self._settled = True
 
     def refuses(self, info: object, reasons: frozenset[str], *, outputs: bool = True) -> None:
-        """Send ``info``; it must be refused with text, by our backend with one of ``reasons``, and change nothing."""
+        """Send ``info``; it must be refused with text, with one of ``reasons`` if it states any, and change nothing.
+
+        A backend without rollback has refused when it said so: its engine is not used any more.
+        """
         found = self.sync(info)
-        assert found is not None, f"{self.name}: expected a refusal ({sorted(reasons)}), and the update succeeded"
-        assert found.strip(), f"{self.name}: the refusal carries no text"
-        if self.backend.ours:
-            code = next(iter(_REASON.findall(found)), None)
-            assert code in reasons, f"{self.name}: expected a reason of {sorted(reasons)}, found: {found}"
+        self._check_refusal(found, reasons)
+        if not self.backend.offers("rollback"):
+            return
         self.every_rank_answers()
         self.holds_current()
         if outputs:
             self.answers_as_truth()
         self._settled = True
 
+    def _check_refusal(self, found: str | None, reasons: frozenset[str]) -> None:
+        wanted = f"a refusal ({', '.join(sorted(reasons))})"
+        require(found is not None, "refusal", expected=wanted, found="the update succeeded", context=self.name)
+        assert found is not None
+        require(found.strip(), "refusal", expected=wanted, found="a refusal without text", context=self.name)
+        if self.backend.offers("reasons"):
+            code = next(iter(_REASON.findall(found)), None)
+            require(code in reasons, "reason", expected=" or ".join(sorted(reasons)), found=found, context=self.name)
+
+    @cached_property
+    def features(self) -> dict[str, list[str]]:
+        """The capabilities that this row needs of a backend, and the checkpoint tensors that need them."""
+        embedding = [name for name in self.base if name.endswith((checkpoints.EMBEDDING, checkpoints.HEAD))]
+        found = {
+            "sharding": list(self.base) if self.tp > 1 else [],
+            "tied": embedding if self.checkpoint.tied else [],
+            "experts": [name for name in self.base if ".experts." in name],
+            "buffers": [name for name in self.base if name.endswith(checkpoints.BUFFERS)],
+        }
+        return {feature: names for feature, names in found.items() if names}
+
+    def skip_unless_offered(self) -> None:
+        """Skip the running test where the backend does not offer what this row needs."""
+        for feature in self.features:
+            if not self.backend.offers(feature):
+                skip_for(feature)
+
+    def declines(self, target: State) -> None:
+        """Send the change to ``target``; it is refused, with nothing changed, or done right."""
+        found = self.sync(self.backend.info(self.delta(target)))
+        if found is None:
+            self.current = target
+        else:
+            require(found.strip(), "refusal", expected="a refusal", found="a refusal without text", context=self.name)
+            if not self.backend.offers("rollback"):
+                return
+        self.every_rank_answers()
+        self.holds_current()
+        self._settled = True
+
     def refuses_delta(self, draft: oracle.Draft, *reasons: str) -> None:
         """`refuses` for a delta that was taken apart and spoilt."""
-        self.refuses({"target_weights_path": str(self.write(draft))}, frozenset(reasons))
+        self.ready()
+        self.refuses(self.backend.info(self.write(draft)), frozenset(reasons))
 
     def good_delta_succeeds(self) -> None:
         """After refusals: a good delta to a known state, with its answers."""
+        self.ready()
         at_base = not oracle.difference(self.base, self.current)
         self.accepts(self.other if at_base else self.base)
         self._settled = False
@@ -235,14 +290,18 @@ class Row:
         self.call("dump", directory=str(directory))
         findings = judge.compare(self.checkpoint.name, self.truth(self.current).dumps, judge.read_dumps(directory))
         shutil.rmtree(directory)
-        shown = [str(finding) for finding in findings[:_MAX_SHOWN]]
-        assert not findings, f"{len(findings)} parameters or buffers differ from a fresh engine's:\n" + "\n".join(shown)
+        if findings:
+            shown = [finding.shared() for finding in findings[:_MAX_SHOWN]]
+            head = f"{len(findings)} parameters or buffers differ from a fresh engine's:\n"
+            raise Mismatch(*shown, text=head + "\n".join(map(str, findings[:_MAX_SHOWN])))
 
     def answers_as_truth(self) -> None:
         """Tokens and log-probabilities equal a fresh engine's exactly."""
         truth = json.loads(json.dumps(self.truth(self.current).outputs))
         lines = judge.compare_outputs(self.name, truth, self.answers())
-        assert not lines, "outputs differ from a fresh engine's:\n" + "\n".join(lines)
+        if lines:
+            shown = [Finding("outputs of a fresh engine", context=line) for line in lines[:_MAX_SHOWN]]
+            raise Mismatch(*shown, text="outputs differ from a fresh engine's:\n" + "\n".join(lines))
 
     def answers(self) -> list[Output]:
         """Tokens and log-probabilities for the fixed prompts; beside an adapter, without it and then with it."""
@@ -256,4 +315,6 @@ class Row:
             nonce = uuid.uuid4().hex
             found = self.call("echo", nonce=nonce)
             wanted = [[rank, nonce] for rank in range(self.tp)]
-            assert found == wanted, f"{self.name}: after a refusal, expected the echo {wanted}, found {found}"
+            text = f"{self.name}: after a refusal, expected the echo {wanted}, found {found}"
+            if found != wanted:
+                raise Mismatch(Finding("echo", expected=str(wanted), found=str(found), context=self.name), text=text)

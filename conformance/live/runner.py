@@ -28,6 +28,8 @@ _ENVIRONMENT = {
     # Equal thread counts make equal sums: truth and live engine must not differ here.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    # A plugin may lie in the working directory, where nothing is to be written.
+    "PYTHONDONTWRITEBYTECODE": "1",
     # Eager everywhere: vLLM compiles one small logprobs kernel even then, which costs every engine 2 seconds.
     "TORCHDYNAMO_DISABLE": "1",
 }

@@ -16,6 +16,7 @@ from typer._click.exceptions import ClickException
 
 from refdelta.cli.audit import audit
 from refdelta.cli.checkpoints import apply, diff, verify
+from refdelta.cli.conformance import conformance
 from refdelta.cli.deltas import compose, inspect
 from refdelta.cli.layout import layout
 from refdelta.cli.output import REFUSED, print_error
@@ -23,6 +24,10 @@ from refdelta.cli.output import REFUSED, print_error
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 for command in (diff, apply, inspect, verify, compose, layout, audit):
     app.command()(command)
+# Its options are the suite's and pytest's, and so is its help.
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(
+    conformance
+)
 
 
 @app.callback()

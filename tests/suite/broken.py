@@ -629,6 +629,16 @@ class IgnoresExtraKeys(_Mends):
         parts.entries = [entry for entry in parts.entries if entry.key[0].isdigit()]
 
 
+@caught_by("declines")
+class DropsWhatItDeclines(Plain):
+    """Leaves out the change of a tensor of a dtype that it does not offer, without a word."""
+
+    capabilities = Plain.capabilities - {"float8"}
+
+    def read(self, delta: Path) -> Sequence[Patch]:
+        return [patch for patch in super().read(delta) if not patch.code.startswith("F8")]
+
+
 @caught_by("refuses")
 class StaysBrokenAfterARefusal(Plain):
     """A refused delta leaves a session open, which blocks the next."""

@@ -54,9 +54,13 @@ def run(*arguments: str, cwd: Path, **variables: str) -> Outcome:
 
     variables: added to its environment.
     """
-    command = [sys.executable, "-m", "pytest", *arguments]
+    return command([sys.executable, "-m", "pytest", *arguments], cwd, **variables)
+
+
+def command(words: Sequence[str], cwd: Path, **variables: str) -> Outcome:
+    """Any command in such a process."""
     done = subprocess.run(
-        command, cwd=cwd, env={**environment(), **variables}, capture_output=True, text=True, timeout=600, check=False
+        words, cwd=cwd, env={**environment(), **variables}, capture_output=True, text=True, timeout=880, check=False
     )
     return Outcome(done.returncode, done.stdout + done.stderr)
 

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from conformance import matrix
+from conformance.run import Exit
 from tests.suite.runs import CONFORMANCE, Outcome, run, run_all
 
 QUIET = ("-q", "-p", "no:cacheprovider")
 ENGINE = "tests.suite.test_command_line"
+FOREIGN = ("--engine", "vllm", "--backend", "mine")
 
 CODEC_TESTS = """
 import pytest
@@ -62,6 +64,28 @@ def test_says_its_row(request):
     pytest.skip("one shard only")
 """
 
+OTHER_TESTS = """
+import pytest
+from conformance.findings import Finding, InfrastructureFailed, Mismatch
+pytestmark = pytest.mark.check("refuses")
+
+def test_passes():
+    pass
+
+def test_fails():
+    raise Mismatch(Finding("bits", "a.weight", (1, 2), 5, "0x8000", "0x0000", "torch.bfloat16", 1, 6))
+
+@pytest.mark.check("minimal")
+def test_has_no_engine():
+    raise InfrastructureFailed("the engine did not start")
+
+@pytest.mark.parametrize("name", ["with # and :: in it"])
+def test_named(name):
+    assert False
+"""
+
+BROKEN_TEST = "import no_such_module"
+
 UNMARKED_TEST = """
 def test_of_nothing():
     pass
@@ -101,6 +125,16 @@ class WithoutCapabilities(Little):
     capabilities = None  # type: ignore[assignment]  # the fault that is tested
 
 
+OTHER = ("test_codec_other.py", "--engine", f"{ENGINE}:Little")
+XFAILS = {
+    "expected": "# known\n\ntest_codec_other.py::test_fails  # https://example.org/issues/1\n"
+    "test_codec_other.py::test_named[with # and :: in it]  # issue 2\n",
+    "passes": "test_codec_other.py::test_passes # issue 3\ntest_codec_other.py::test_fails # issue 1\n",
+    "absent": "test_codec_other.py::test_no_more # issue 4\ntest_codec_gone.py::test_x # issue 5\n",
+    "elsewhere": "test_codec_minimal.py::test_minimal # issue 6\n",
+    "no_issue": "test_codec_other.py::test_fails\n",
+    "twice": "a::b # 1\na::b # 2\n",
+}
 RUNS = {
     "codec": ("test_codec_small.py", "test_live_small.py", "--engine", f"{ENGINE}:Little"),
     "live": ("test_codec_small.py", "test_live_small.py", "--engine", "vllm"),
@@ -108,10 +142,18 @@ RUNS = {
     "nothing selected": ("test_codec_small.py", "-k", "no_such_test", "--engine", f"{ENGINE}:Little"),
     "other kind only": ("test_live_small.py", "--engine", f"{ENGINE}:Little"),
     "collected only": ("test_codec_small.py", "--collect-only", "--engine", f"{ENGINE}:Little"),
+    "infrastructure": (*OTHER, "-k", "passes or no_engine"),
+    "infrastructure and failure": (*OTHER, "-k", "fails or no_engine"),
+    "expected": (*OTHER, "-k", "passes or fails or named", "--xfails-file", "expected.txt"),
+    "expected and passes": (*OTHER, "-k", "passes or fails", "--xfails-file", "passes.txt"),
+    "expected and absent": (*OTHER, "-k", "passes", "--xfails-file", "absent.txt"),
+    "expected in another file": (*OTHER, "-k", "passes", "--xfails-file", "elsewhere.txt"),
+    "level": (*OTHER, "--level", "writer"),
+    "broken": ("test_codec_broken.py", "--engine", f"{ENGINE}:Little"),
     "unmarked": ("test_codec_unmarked.py", "--engine", f"{ENGINE}:Little"),
 }
 USAGE_ERRORS = {
-    ("--engine", "nonsense"): "Engine 'nonsense' is none of reference, vllm and package.module:Object.",
+    ("--engine", "nonsense"): "Engine 'nonsense' is none of reference, vllm, package.module:Object and exec:COMMAND.",
     ("--engine", "no.such.module:Codec"): "cannot import no.such.module",
     ("--engine", f"{ENGINE}:Nobody"): f"{ENGINE} has no Nobody.",
     ("--engine", f"{ENGINE}:WithoutApply"): "lacks apply.",
@@ -123,7 +165,45 @@ USAGE_ERRORS = {
     ("--mutant", "swap"): "--mutant needs --engine vllm",
     ("--engine", "vllm", "--tp", "0"): "--tp takes positive numbers, and got '0'.",
     ("--engine", "vllm", "--tp", "1,two"): "--tp takes positive numbers, and got '1,two'.",
+    ("--engine", "exec:"): "exec: needs a command",
+    ("--engine", "exec:/no/such/program"): "`/no/such/program capabilities` cannot be run: No such file or directory",
+    ("--engine", "exec:false"): "`false capabilities` failed: exit 1, where 0 is done and 3 is refused",
+    ("--engine", "exec:echo flies"): "declares unknown capabilities ['capabilities', 'flies']",
+    (
+        "--engine",
+        "exec:true",
+        "--capabilities",
+        "strided",
+    ): "['strided'], which a program engine cannot offer.",
+    ("--engine", "exec:true", "--exec-timeout", "0"): "--exec-timeout takes a positive number of seconds",
+    ("--exec-timeout", "5"): "--exec-timeout needs --engine exec:COMMAND",
+    ("--capabilities", "large"): "--capabilities is for other engines than the reference",
+    ("--engine", f"{ENGINE}:Little", "--capabilities", "rollback"): "['rollback'], which a codec engine cannot offer.",
+    ("--engine", "vllm", "--backend", "mine"): "--backend needs --plugin.",
+    ("--engine", "vllm", "--plugin", "mine"): "--plugin needs --backend.",
+    ("--engine", "vllm", "--update-info", '{"at": "{path}"}'): "--update-info needs --backend.",
+    ("--backend", "mine"): "--backend needs --engine vllm",
+    (*FOREIGN, "--plugin", "no.such.module"): "Plugin 'no.such.module': cannot import no.such.module",
+    (*FOREIGN, "--plugin", "no_such_module"): "there is no module no_such_module.",
+    (*FOREIGN, "--plugin", "tests.suite.runs"): "assigns no CAPABILITIES; an empty set will do",
+    (*FOREIGN, "--plugin", "tests.suite.plugins.computed"): "CAPABILITIES is to be a literal set of names",
+    (*FOREIGN, "--plugin", "tests.suite.plugins.boastful"): "declares unknown capabilities ['flies']",
+    (*FOREIGN, "--plugin", "tests.suite.runs", "--update-info", "{"): "--update-info is no JSON",
+    (*FOREIGN, "--plugin", "tests.suite.runs", "--update-info", '{"a": 1}'): "a JSON object that holds {path}",
+    ("--level", "live"): "--level takes applier, reader, writer, codec, canonical, versioned, router with this engine",
+    ("--xfails-file", "absent"): "No such file or directory",
+    ("--xfails-file", "no_issue.txt"): "line 1: expected `ID  # issue link`, found 'test_codec_other.py::test_fails'.",
+    ("--xfails-file", "twice.txt"): "line 2: a::b is there twice.",
+    ("--report", "absent/report.json"): "--report absent/report.json: not a file in a directory that exists.",
+    ("no/such/test.py",): "file or directory not found: no/such/test.py",
 }
+CODES = {
+    ("--engine", "no.such.module:Codec"): Exit.INFRASTRUCTURE,
+    ("--engine", "exec:/no/such/program"): Exit.INFRASTRUCTURE,
+    (*FOREIGN, "--plugin", "no.such.module"): Exit.INFRASTRUCTURE,
+    (*FOREIGN, "--plugin", "no_such_module"): Exit.INFRASTRUCTURE,
+}
+"""Those that are no bad usage: what is named does not start."""
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +212,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
     suite, cwd = tmp_path_factory.mktemp("suite"), tmp_path_factory.mktemp("cwd")
     shutil.copy(CONFORMANCE / "conftest.py", suite)
     tests = {"codec_small": CODEC_TESTS, "live_small": LIVE_TESTS, "codec_unmarked": UNMARKED_TEST}
+    tests |= {"codec_other": OTHER_TESTS, "codec_broken": BROKEN_TEST}
+    for name, text in XFAILS.items():
+        (cwd / f"{name}.txt").write_text(text)
     for name, text in tests.items():
         (suite / f"test_{name}.py").write_text(text)
     runs: dict[object, list[str]] = {
@@ -140,15 +223,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
     }
     runs |= {words: [*QUIET, str(suite / "test_codec_small.py"), *words] for words in USAGE_ERRORS}
     found = dict(zip(runs, run_all(list(runs.values()), cwd), strict=True))
-    assert not list(cwd.iterdir()), "a run wrote into the working directory"
+    assert {path.stem for path in cwd.iterdir()} == XFAILS.keys(), "a run wrote into the working directory"
     return found
 
 
 @pytest.mark.parametrize("arguments", list(USAGE_ERRORS), ids=" ".join)
 def test_bad_usage_is_one_sentence(outcomes: dict[object, Outcome], arguments: tuple[str, ...]) -> None:
     outcome = outcomes[arguments]
-    assert outcome.code == pytest.ExitCode.USAGE_ERROR, outcome.text
-    lines = [line for line in outcome.text.splitlines() if line.strip()]
+    assert outcome.code == CODES.get(arguments, Exit.USAGE), outcome.text
+    lines = [line for line in outcome.text.splitlines() if line.strip() and not line.startswith("no tests ran")]
     assert len(lines) == 1, outcome.text
     assert lines[0].startswith("ERROR: ")
     assert USAGE_ERRORS[arguments] in lines[0]
@@ -182,7 +265,7 @@ def test_live_run(outcomes: dict[object, Outcome]) -> None:
 
 @pytest.mark.parametrize("label", ["skips only", "nothing selected", "other kind only"])
 def test_judging_nothing_does_not_pass(outcomes: dict[object, Outcome], label: str) -> None:
-    assert outcomes[label].code == pytest.ExitCode.NO_TESTS_COLLECTED, outcomes[label].text
+    assert outcomes[label].code == Exit.USAGE, outcomes[label].text
     assert "Nothing was judged, so nothing passed." in outcomes[label].text
 
 
@@ -191,13 +274,46 @@ def test_partial_run_says_so(outcomes: dict[object, Outcome]) -> None:
     assert "Partial run" not in outcomes["codec"].text + outcomes["live"].text
 
 
+@pytest.mark.parametrize(
+    ("label", "code"),
+    [
+        ("infrastructure", Exit.INFRASTRUCTURE),
+        ("infrastructure and failure", Exit.FAILED),
+        ("expected", Exit.PASSED),
+        ("expected and passes", Exit.FAILED),
+        ("expected and absent", Exit.FAILED),
+        ("expected in another file", Exit.PASSED),
+        ("broken", Exit.INFRASTRUCTURE),
+    ],
+)
+def test_how_a_run_ends(outcomes: dict[object, Outcome], label: str, code: Exit) -> None:
+    """Failures of the engine come before those of the infrastructure, and an xfails file that is not true is one."""
+    assert outcomes[label].code == code, outcomes[label].text
+
+
+def test_expected_failures_are_said(outcomes: dict[object, Outcome]) -> None:
+    text = outcomes["expected"].text
+    assert "1 passed" in text
+    assert "2 xfailed" in text
+    assert "skip refuses [little]: expected failure: https://example.org/issues/1 (tests: 1)" in text
+    assert "level reader         failed " in text, "a level is not passed with a failure in it, expected or not"
+    for name in ("test_codec_other.py::test_no_more", "test_codec_gone.py::test_x"):
+        assert f"The xfails file names a test that is none: {name}" in outcomes["expected and absent"].text
+
+
+def test_selecting_a_level(outcomes: dict[object, Outcome]) -> None:
+    """`minimal` is of writers, `refuses` of readers."""
+    assert outcomes["level"].words() == dict.fromkeys(matrix.CODEC_CHECKS, "-") | {"minimal": "FAIL"}
+    assert "3 of 4 tests did not run" in outcomes["level"].text
+
+
 def test_collecting_only_prints_no_matrix(outcomes: dict[object, Outcome]) -> None:
     assert outcomes["collected only"].code == pytest.ExitCode.OK
     assert "Nothing was judged" not in outcomes["collected only"].text
 
 
 def test_unmarked_test_is_a_usage_error(outcomes: dict[object, Outcome]) -> None:
-    assert outcomes["unmarked"].code == pytest.ExitCode.USAGE_ERROR
+    assert outcomes["unmarked"].code == Exit.USAGE
     assert "test_of_nothing names no check" in outcomes["unmarked"].text
 
 

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conformance import labels, memory, oracle, strategies
+from conformance.engines import CAPABILITIES
 from conformance.oracle import DTYPES, State
 from conformance.strategies import LABELLED
 
@@ -235,5 +237,58 @@ def test_loose_deltas_are_loose() -> None:
 
 
 def test_codes_for_capabilities() -> None:
-    assert set(strategies.codes_for(())) == oracle.FLOATING - {"F4"}
-    assert set(strategies.codes_for({"non_floating", "sub_byte"})) == DTYPES.keys()
+    least = strategies.codes_for(())
+    assert set(least) == {"BF16", "F16", "F32"} == set(strategies.LEAST)
+    assert not least.nan
+    assert not least.i64
+    assert set(strategies.codes_for({"float64", "float8"})) == oracle.FLOATING - {"F4"}
+    whole = strategies.codes_for(CAPABILITIES)
+    assert set(whole) == DTYPES.keys()
+    assert whole.nan
+    assert whole.i64
+
+
+LEAST_DOMAIN = strategies.codes_for(())
+
+
+@pytest.mark.parametrize("name", ["states", "pairs", "chains", "loose_deltas", "aliased"])
+def test_what_is_declined_is_not_drawn(name: str) -> None:
+    """No other dtype, no NaN, no needless I64: and with the whole domain all of that comes up (labels above)."""
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=100, derandomize=True, database=None, deadline=None, suppress_health_check=[*HealthCheck])
+    @given(getattr(strategies, name)(LEAST_DOMAIN))
+    def draw(drawn: object) -> None:
+        for state in _states_in(drawn):
+            seen["states"] += bool(state)
+            assert strategies.capabilities_of(state) == set()
+        if name == "loose_deltas":
+            assert drawn[2] == "I32"  # type: ignore[index]  # (base, patches, index code)
+            assert strategies.capabilities_of(oracle.expected_state(drawn[0], drawn[1])) == set()  # type: ignore[index]
+
+    draw()
+    assert seen["states"] > 50
+
+
+def _states_in(drawn: object) -> list[State]:
+    if isinstance(drawn, memory.Aliased):
+        return [drawn.base, drawn.target]
+    return [drawn] if isinstance(drawn, dict) else [part for part in drawn if isinstance(part, dict)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("code", sorted(DTYPES))
+def test_which_patterns_are_nan(code: str) -> None:
+    """Against torch's own scalars, one element at a time; and 1 and 2, which stand in for NaNs, are none."""
+    patterns = strategies.SPECIALS[code]
+    found = strategies.is_nan(code, patterns)
+    if code in labels.IEEE:
+        exponent, mantissa = labels.IEEE[code]
+        top = ((1 << exponent) - 1) << mantissa
+        expected = [(int(p) & ((1 << (exponent + mantissa)) - 1)) > top for p in patterns]
+        assert found.tolist() == expected
+        assert any(expected)
+    elif code == "F4" or code not in oracle.FLOATING | {"C64"}:
+        assert not found.any()
+    else:
+        assert found.any()
+    assert not strategies.is_nan(code, np.array([1, 2], oracle.unsigned(code))).any()

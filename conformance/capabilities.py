@@ -1,0 +1,114 @@
+"""Everything that an engine may offer beyond the least, by name: what it promises, and who can promise it.
+
+An engine declares the names that hold for it. What needs a name that it does not declare is skipped, and every skip
+prints the name. What it declines it must decline loudly: the check `declines` gives it some of that all the same, and
+the engine refuses it with nothing changed, or does it right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+CODEC, PROGRAM, LIVE = "codec", "program", "live"
+"""Kinds of engines: a codec in Python, any program (`exec:COMMAND`), a weight-transfer backend of a live vLLM."""
+KINDS = (CODEC, PROGRAM, LIVE)
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """One thing that an engine may offer."""
+
+    id: str
+    promise: str
+    """What the engine then does; for a method or a command, how it is called."""
+    kinds: frozenset[str]
+    """The kinds of engines that can offer it."""
+    method: str | None = None
+    """The method of a codec in Python that must then be there."""
+
+
+def _offer(name: str, promise: str, *kinds: str, method: str | None = None) -> Capability:
+    return Capability(name, promise, frozenset(kinds), method)
+
+
+ALL = (
+    # What may be in a state or in a delta. BF16, F16 and F32 without NaN are the least that an engine takes.
+    _offer("float64", "F64 tensors", CODEC, PROGRAM),
+    _offer("float8", "tensors of the five F8 dtypes", CODEC, PROGRAM),
+    _offer("sub_byte", "F4 tensors, an element being a pair of values (one byte), as in torch", CODEC, PROGRAM),
+    _offer("non_floating", "integer, bool and complex tensors", CODEC, PROGRAM),
+    _offer("nan_values", "NaNs, of any sign and payload, as new values", CODEC, PROGRAM, LIVE),
+    _offer("i64_positions", "deltas with I64 positions for tensors that I32 would do for", CODEC, PROGRAM),
+    _offer("large", "tensors of more than 2^31 elements, with I64 positions", CODEC, PROGRAM),
+    # How tensors may lie in memory.
+    _offer("strided", "encode takes views that are not contiguous, in logical row-major order", CODEC),
+    _offer(
+        "in_place",
+        "apply writes through the tensors that it is given, strided views included, and replaces none of them",
+        CODEC,
+    ),
+    # What the engine says and writes.
+    _offer("canonical", "delta.safetensors has exactly the bytes that the format prescribes", CODEC, PROGRAM),
+    _offer("reasons", "a refusal carries the format's reason code as `reason` of the exception", *KINDS),
+    # Further operations.
+    _offer(
+        "inverts",
+        "invert(delta, weights, out): apply, and write the inverse delta",
+        CODEC,
+        PROGRAM,
+        method="invert",
+    ),
+    _offer(
+        "composes",
+        "compose(deltas, out): write one delta that equals several applied in order",
+        CODEC,
+        PROGRAM,
+        method="compose",
+    ),
+    _offer("digests", "digest(weights): the state digest `rd1` of a state", CODEC, PROGRAM, method="digest"),
+    _offer(
+        "lineage",
+        "follow(delta, weights, digest): apply to the state of this digest, or refuse; return the one after",
+        *KINDS,
+        method="follow",
+    ),
+    _offer(
+        "routes",
+        "route(layout, name, indices, values): a patch in the coordinates of one rank's parameters",
+        CODEC,
+        method="route",
+    ),
+    # Live engines: which models, how many ranks, and what becomes of an update that fails.
+    _offer("rollback", "a refused update leaves the old weights on every rank, and the next update succeeds", LIVE),
+    _offer("sharding", "more than one tensor-parallel rank", LIVE),
+    _offer("tied", "models whose lm_head is tied to the embedding: one change, or the same to both names", LIVE),
+    _offer("experts", "models with mixture-of-experts layers", LIVE),
+    _offer("buffers", "checkpoint tensors that become buffers of the model (Gemma's layer scalars)", LIVE),
+    _offer("compiled", "engines whose model vLLM compiles, not eager ones alone", LIVE),
+    _offer("lora", "engines with LoRA on, an adapter beside the weights", LIVE),
+    _offer("per_rank", "update_info as a list, one for each rank", LIVE),
+    _offer("http", "the backend is a vLLM plugin, so that an HTTP server has it", LIVE),
+)
+BY_ID: Mapping[str, Capability] = {capability.id: capability for capability in ALL}
+
+
+def of_kind(kind: str) -> dict[str, Capability]:
+    """Capability by id, of those that engines of this kind can offer."""
+    return {capability.id: capability for capability in ALL if kind in capability.kinds}
+
+
+class UnknownCapability(ValueError):
+    """A declared name that is none, or that engines of this kind cannot offer; the text is one sentence."""
+
+
+def checked(declared: Iterable[str], kind: str, label: str) -> frozenset[str]:
+    """The declared names as a set; UnknownCapability for one that engines of ``kind`` cannot offer."""
+    names, known = set(declared), of_kind(kind)
+    unknown = sorted(str(name) for name in names if name not in BY_ID)
+    if unknown:
+        raise UnknownCapability(f"{label} declares unknown capabilities {unknown}; known are {sorted(known)}.")
+    misplaced = sorted(names - known.keys())
+    if misplaced:
+        raise UnknownCapability(f"{label} declares {misplaced}, which a {kind} engine cannot offer.")
+    return frozenset(names)

@@ -1,0 +1,138 @@
+"""What an engine may say that it passed: levels, each a set of tests, some on top of others.
+
+A test belongs to the levels that ``@pytest.mark.level("applier", "writer")`` names, else to those of its check. A
+level is passed when every one of its tests passed, but for those that need a capability which it does not ask for,
+and when the levels below it are passed. A test that is expected to fail (`--xfails-file`) fails its level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+PASSED, FAILED, DECLINED, NOT_RUN = "passed", "failed", "declined", "not run"
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One thing that an engine may be."""
+
+    id: str
+    promise: str
+    """What an engine of this level does."""
+    live: bool = False
+    """Whether it is of live engines; otherwise of codecs."""
+    on: tuple[str, ...] = ()
+    """Levels that must be passed, too."""
+    needs: frozenset[str] = frozenset()
+    """Capabilities without which it is declined."""
+
+
+LEVELS = (
+    Level("applier", "applies every well-formed delta bit for bit, once or again"),
+    Level("reader", "refuses every malformed or misplaced delta with nothing changed", on=("applier",)),
+    Level("writer", "writes exactly what changed, counted, small, and the same every time"),
+    Level("codec", "applies what it writes, over any history", on=("reader", "writer")),
+    Level("canonical", "writes the bytes that the format prescribes", on=("writer",), needs=frozenset({"canonical"})),
+    Level(
+        "versioned",
+        "follows digests, composes and undoes deltas",
+        on=("codec",),
+        needs=frozenset({"inverts", "composes", "digests", "lineage"}),
+    ),
+    Level("router", "routes a delta to every rank's parameters", needs=frozenset({"routes"})),
+    Level("live", "leaves every rank of a live engine with the bits of a fresh one", live=True),
+    Level(
+        "transactional",
+        "refuses bad updates on every rank with the old weights in place, and takes the next good one",
+        live=True,
+        on=("live",),
+        needs=frozenset({"rollback"}),
+    ),
+    Level("served", "does the same behind an HTTP server", live=True, on=("live",), needs=frozenset({"http"})),
+)
+BY_ID: Mapping[str, Level] = {level.id: level for level in LEVELS}
+
+OF_CHECK: Mapping[str, tuple[str, ...]] = {
+    "bit_exact": ("codec",),
+    "idempotent": ("applier",),
+    "refuses": ("reader",),
+    "declines": ("reader", "writer"),
+    **dict.fromkeys(("minimal", "deterministic", "density_bound", "counted"), ("writer",)),
+    "canonical": ("canonical",),
+    **dict.fromkeys(("composes", "inverts"), ("versioned",)),
+    "routes": ("router",),
+    **dict.fromkeys(("base", "every_tensor", "chain_of_three", "twice", "empty", "declined", "restarted"), ("live",)),
+    **dict.fromkeys(("first_element", "last_element", "shard_boundaries", "special_values", "behaviour"), ("live",)),
+    **dict.fromkeys(("malformed_second", "unknown_name", "wrong_shape"), ("transactional",)),
+    **dict.fromkeys(("one_rank_fails", "separate_tied"), ("transactional",)),
+    "server": ("served",),
+}
+"""Levels of the tests of a check."""
+
+
+def levels_of(item: pytest.Item, check: str | None) -> tuple[str, ...]:
+    """The levels that a test belongs to; UsageError for one that is none."""
+    marker = item.get_closest_marker("level")
+    names = tuple(map(str, marker.args)) if marker else OF_CHECK.get(check or "", ())
+    unknown = [name for name in names if name not in BY_ID]
+    if unknown:
+        raise pytest.UsageError(f"{item.nodeid} names no level: {unknown[0]!r}; levels are {', '.join(BY_ID)}.")
+    return names
+
+
+def closure(names: Iterable[str]) -> set[str]:
+    """The levels, and those that they stand on."""
+    found = set(names)
+    for name in list(found):
+        found |= closure(BY_ID[name].on)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a run says of a level."""
+
+    level: Level
+    word: str
+    """PASSED, FAILED, DECLINED or NOT_RUN."""
+    why: str = ""
+    """What is missing where it is not passed."""
+    tests: int = 0
+    """Tests of the level itself that passed."""
+
+    def line(self) -> str:
+        """For the terminal."""
+        said = f" ({self.why})" if self.why else ""
+        return f"{self.level.id.ljust(14)} {self.word.ljust(9)} {self.level.promise}{said}"
+
+
+def judge(outcomes: Mapping[str, Sequence[str]], *, live: bool, capabilities: Iterable[str]) -> list[Verdict]:
+    """The verdict on every level of live engines or of codecs.
+
+    outcomes: level -> outcome of each of its tests, `passed`, `failed`, `skipped`, `xfailed`, or `not run`.
+    """
+    offered, found = set(capabilities), dict[str, Verdict]()
+    for level in LEVELS:
+        if level.live == live:
+            found[level.id] = _judge(level, outcomes.get(level.id, ()), offered, found)
+    return list(found.values())
+
+
+def _judge(level: Level, outcomes: Sequence[str], offered: set[str], known: Mapping[str, Verdict]) -> Verdict:
+    passed, missing = outcomes.count("passed"), sorted(level.needs - offered)
+    bad = {word: outcomes.count(word) for word in ("failed", "xfailed", "not run")}
+    below = [name for name in level.on if known[name].word != PASSED]
+    if missing:
+        return Verdict(level, DECLINED, f"the engine does not declare {', '.join(missing)}")
+    if bad["failed"] or bad["xfailed"]:
+        counts = [f"{count} {word}" for word, count in bad.items() if count]
+        return Verdict(level, FAILED, ", ".join(counts), passed)
+    if bad["not run"] or not passed:
+        missing_tests = f"{bad['not run']} of {len(outcomes)} tests did not run" if outcomes else "no tests"
+        return Verdict(level, NOT_RUN, missing_tests, passed)
+    if below:
+        return Verdict(level, known[below[0]].word, f"stands on {', '.join(below)}", passed)
+    return Verdict(level, PASSED, "", passed)

@@ -1,0 +1,98 @@
+"""The backend that a live run is about: refdelta's own, or somebody else's by `--backend NAME --plugin MODULE`.
+
+A plugin module states what its backend offers as a literal, which is read and not imported (it imports vLLM)::
+
+    CAPABILITIES = {"rollback", "sharding"}
+
+`--capabilities A,B` says it instead.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from conformance import capabilities
+from conformance.capabilities import LIVE
+from conformance.engines import BadEngine, CannotStart
+from conformance.live import probe
+from conformance.live.row import Backend
+from conformance.options import Options
+
+GROUP = "vllm.general_plugins"
+
+
+def declared(options: Options, directory: Path) -> frozenset[str]:
+    """What the backend of these options offers. Raises CannotStart for a plugin that is not there, else BadEngine.
+
+    directory: searched last for the plugin, as the current directory is by `python -m`.
+    """
+    if options.plugin is None:
+        names = frozenset(capabilities.of_kind(LIVE)) if options.capabilities is None else options.capabilities
+        return capabilities.checked(names, LIVE, "--capabilities")
+    source = _source(options.plugin, directory)
+    label = f"Plugin {options.plugin!r}"
+    if options.capabilities is not None:
+        return capabilities.checked(options.capabilities, LIVE, "--capabilities")
+    return capabilities.checked(_stated(source, label), LIVE, label)
+
+
+def backend_of(options: Options, offered: frozenset[str]) -> Backend:
+    """The backend under test: somebody else's, or refdelta's with the fault of ``--mutant MODULE:FUNCTION``.
+
+    A fault is carried by this process (which encodes) and by every worker.
+    """
+    if options.backend is not None and options.plugin is not None:
+        plugins = ",".join(plugins_of(options.plugin))
+        modules = (options.plugin,)
+        return Backend(options.backend, plugins, modules, False, options.update_info, offered)
+    if options.mutant is None:
+        return Backend(capabilities=offered)
+    probe.load(options.mutant)
+    return Backend(modules=(options.mutant,), capabilities=offered)
+
+
+def plugins_of(plugin: str) -> tuple[str, ...]:
+    """The names of vLLM's plugins (entry points) that this module registers; () for a module that is none."""
+    module = plugin.partition(":")[0]
+    found = metadata.entry_points(group=GROUP)
+    return tuple(sorted({point.name for point in found if point.module == module}))
+
+
+def _source(plugin: str, directory: Path) -> Path:
+    """The file of the plugin's module; its parent packages are imported, itself not."""
+    module = plugin.partition(":")[0]
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise CannotStart(f"Plugin {plugin!r}: cannot import {module}: {error}.") from error
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise CannotStart(f"Plugin {plugin!r}: there is no module {module}.")
+    return Path(spec.origin)
+
+
+def _stated(source: Path, label: str) -> frozenset[str]:
+    """The literal that a module assigns to CAPABILITIES."""
+    for value in _assigned(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(value, ast.Call) and ast.unparse(value.func) in ("set", "frozenset") and len(value.args) < 2:
+            value = value.args[0] if value.args else ast.Set([])
+        try:
+            return frozenset(map(str, ast.literal_eval(value)))
+        except (ValueError, TypeError) as error:
+            raise BadEngine(f"{label}: CAPABILITIES is to be a literal set of names, as it is read only.") from error
+    raise BadEngine(f"{label} assigns no CAPABILITIES; an empty set will do, or --capabilities.")
+
+
+def _assigned(module: ast.Module) -> Iterator[ast.expr]:
+    for node in module.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if any(ast.unparse(target) == "CAPABILITIES" for target in targets):
+            yield node.value

@@ -1,0 +1,103 @@
+"""What every test of a run came to, as data: filled from pytest's reports, read by levels, reports and the terminal."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from conformance.findings import findings_of, is_infrastructure
+
+PASSED, FAILED, SKIPPED, XFAILED, NOT_RUN = "passed", "failed", "skipped", "xfailed", "not run"
+_BLOB = re.compile(r"@reproduce_failure\(.*\)")
+OUTCOMES = (PASSED, FAILED, SKIPPED, XFAILED, NOT_RUN)
+
+
+@dataclass(slots=True)
+class Result:
+    """One test."""
+
+    id: str
+    """`FILE::TEST[PARAMETERS]`, the file relative to the suite."""
+    check: str
+    levels: tuple[str, ...] = ()
+    row: str = ""
+    outcome: str = NOT_RUN
+    seconds: float = 0.0
+    """Set-up, test and tear-down."""
+    reason: str = ""
+    """Why it failed or was skipped, in one line; of an expected failure, its issue."""
+    capability: str | None = None
+    """What the engine does not declare, where it was skipped for that."""
+    infrastructure: bool = False
+    """Whether the failure says nothing of the engine."""
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    """`findings.Finding.fields` of a failure."""
+    example: str = ""
+    """The example that Hypothesis found."""
+    blob: str = ""
+    """The decorator with which Hypothesis draws that example again."""
+    text: str = ""
+    """The failure as pytest prints it."""
+    statistics: str = ""
+    """Hypothesis's own, as text."""
+
+
+def details(item: pytest.Item, call: pytest.CallInfo[None]) -> dict[str, Any]:
+    """What a report cannot say of itself, as plain values, so that it may travel to another process."""
+    error = call.excinfo.value if call.excinfo else None
+    failed = error is not None and not isinstance(error, pytest.skip.Exception)
+    return {
+        "findings": [finding.fields() for finding in findings_of(error)] if failed else [],
+        "infrastructure": is_infrastructure(error),
+        "example": "\n".join(_notes(error)) if failed else "",
+        "blob": next(iter(_BLOB.findall("\n".join(_notes(error)))), "") if failed else "",
+        "reason": _one_line(error) if failed else "",
+        "capability": getattr(error, "capability", None),
+        "statistics": getattr(item, "hypothesis_statistics", "") if call.when == "call" else "",
+    }
+
+
+def _notes(error: BaseException | None) -> list[str]:
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return [*getattr(error, "__notes__", ()), *(note for part in inner for note in _notes(part))]
+
+
+def _one_line(error: BaseException | None) -> str:
+    if isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    name = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+    return f"{name}{lines[0]}" if lines else type(error).__name__
+
+
+def update(result: Result, report: pytest.TestReport) -> None:
+    """Take in one phase of the test; the worst outcome stays."""
+    result.seconds += report.duration
+    extra: dict[str, Any] = getattr(report, "conformance", {})
+    result.statistics = extra.get("statistics") or result.statistics
+    if report.failed:
+        result.outcome, result.text = FAILED, result.text or report.longreprtext
+        result.reason = result.reason or extra.get("reason") or "passed, and is expected to fail"
+        result.infrastructure = bool(extra.get("infrastructure"))
+        result.findings += extra.get("findings", [])
+        result.example = result.example or extra.get("example", "")
+        result.blob = result.blob or extra.get("blob", "")
+    elif report.skipped and result.outcome != FAILED:
+        expected = hasattr(report, "wasxfail")
+        result.outcome = XFAILED if expected else SKIPPED
+        result.reason, result.capability = skip_reason(report), extra.get("capability")
+        if expected:
+            result.findings += extra.get("findings", [])
+    elif report.when == "call" and result.outcome == NOT_RUN:
+        result.outcome = PASSED
+
+
+def skip_reason(report: pytest.TestReport) -> str:
+    """Why a test was skipped, or is expected to fail."""
+    if hasattr(report, "wasxfail"):
+        return f"expected failure: {report.wasxfail}"
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return text.removeprefix("Skipped: ")

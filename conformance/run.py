@@ -1,0 +1,140 @@
+"""The state of one run of the suite: the engine, every test's result, and the verdict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+
+from conformance import capabilities, levels, matrix, results
+from conformance.capabilities import CODEC, LIVE, PROGRAM
+from conformance.engines import FullCodec
+from conformance.levels import Verdict
+from conformance.options import Options
+from conformance.program import Program
+from conformance.results import FAILED, NOT_RUN, PASSED, Result
+
+
+class Exit(IntEnum):
+    """How a run ends, however it was started."""
+
+    PASSED = 0
+    FAILED = 1
+    USAGE = 2
+    """The command line makes no sense, or selects nothing that could be judged."""
+    INFRASTRUCTURE = 3
+    """Nothing failed of the engine; what it is started by or judged with did."""
+
+
+@dataclass(slots=True)
+class Run:
+    """State of one run of the suite."""
+
+    options: Options
+    codec: FullCodec | None
+    """The codec under test; None for a live engine."""
+    offered: frozenset[str]
+    """The capabilities of the engine."""
+    matrix: matrix.Matrix = field(default_factory=matrix.Matrix)
+    results: dict[str, Result] = field(default_factory=dict)
+    """Every test of this kind, by pytest's id."""
+    homes: set[Path] = field(default_factory=set)
+    """Directories whose tests are the suite's."""
+    commands: dict[str, str] = field(default_factory=dict)
+    """pytest's id -> what it is called on a command line."""
+    left_out: int = 0
+    """Tests of the other kind, deselected by the engine."""
+    collect_only: bool = False
+    collection_failed: bool = False
+    unmatched: list[str] = field(default_factory=list)
+    """Entries of the xfails file that match no test."""
+    began: float = field(default_factory=time.time)
+
+    @property
+    def kind(self) -> str:
+        """One of `capabilities.KINDS`."""
+        return LIVE if self.options.live else PROGRAM if isinstance(self.codec, Program) else CODEC
+
+    @property
+    def name(self) -> str:
+        """The engine's, in the matrix."""
+        return self.codec.name if self.codec else self.options.backend or self.options.engine
+
+    @property
+    def declined(self) -> list[str]:
+        """The capabilities that the engine does not declare."""
+        return [name for name in capabilities.of_kind(self.kind) if name not in self.offered]
+
+    def is_ours(self, path: Path) -> bool:
+        """Whether a test file is the suite's."""
+        return any(path.is_relative_to(home) for home in self.homes)
+
+    def count(self, outcome: str) -> int:
+        """Tests of this outcome."""
+        return sum(result.outcome == outcome for result in self.results.values())
+
+    def verdicts(self) -> list[Verdict]:
+        """What the run says of each level."""
+        outcomes: dict[str, list[str]] = {}
+        for result in self.results.values():
+            for level in result.levels:
+                outcomes.setdefault(level, []).append(result.outcome)
+        return levels.judge(outcomes, live=self.options.live, capabilities=self.offered)
+
+    def exit(self, pytest_s: int) -> Exit | int:
+        """The code to end with, where pytest would end with ``pytest_s``."""
+        failed = [result for result in self.results.values() if result.outcome == FAILED]
+        if self.unmatched or any(not result.infrastructure for result in failed):
+            return Exit.FAILED
+        if failed or self.collection_failed:
+            return Exit.INFRASTRUCTURE
+        judged = any(result.outcome in (PASSED, FAILED) for result in self.results.values())
+        if pytest_s == 0 and not judged and not self.collect_only:
+            return Exit.USAGE
+        return Exit.USAGE if pytest_s == _NOTHING_COLLECTED else pytest_s
+
+    def left_out_line(self) -> str:
+        """How many tests need the other kind of engine."""
+        kind, other = ("codec", "a codec") if self.options.live else ("live", "--engine vllm")
+        return (
+            f"{self.left_out} {kind} tests deselected: they need {other}; this run has --engine {self.options.engine}"
+        )
+
+    def partial_line(self) -> str:
+        """That not every test ran, or nothing."""
+        missing = self.count(NOT_RUN)
+        if not missing:
+            return ""
+        return f"Partial run: {missing} of {len(self.results)} tests did not run, so no check above is complete."
+
+    def report(self, width: int) -> list[str]:
+        """The section that ends the run."""
+        lines = [*matrix.header(self.name), "", *self.matrix.table(width), *self.matrix.skip_lines()]
+        lines += [f"level {verdict.line()}" for verdict in self.verdicts()]
+        if self.left_out:
+            lines.append(self.left_out_line())
+        lines += filter(None, [self.partial_line()])
+        lines += [f"The xfails file names a test that is none: {name}" for name in self.unmatched]
+        if not self.matrix.judged:
+            lines.append("Nothing was judged, so nothing passed.")
+        return [*lines, self.proves()]
+
+    def proves(self) -> str:
+        """What a pass means, and what not."""
+        return matrix.LIVE_PROVES if self.options.live else matrix.CODEC_PROVES
+
+
+_NOTHING_COLLECTED = 5
+
+
+def files_of(names: Iterable[str]) -> set[str]:
+    """The files of test ids."""
+    return {name.partition("::")[0] for name in names}
+
+
+def by_outcome(found: Mapping[str, Result]) -> list[Result]:
+    """Failures first, then expected ones, what did not run, skips, passes; in the order of collection."""
+    order = (results.FAILED, results.XFAILED, results.NOT_RUN, results.SKIPPED, results.PASSED)
+    return sorted(found.values(), key=lambda result: order.index(result.outcome))
