@@ -8,6 +8,7 @@ from dataclasses import replace
 from refdelta.layout_map import Region
 from refdelta.spec import TensorPatch
 from refdelta.vllm.target import Piece, Target
+from tests.live.mutants import undefended
 
 _route = Target.route
 
@@ -19,3 +20,4 @@ def _route_as_loaded(
 
 
 setattr(Target, "route", _route_as_loaded)  # noqa: B010  # a method is replaced on purpose
+undefended()
