@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,16 +113,16 @@ _call = MultiprocExecutor.collective_rpc
 
 
 def _call_or_drain(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """``test_drain`` takes what was left in the replies' queues and says how much: nobody can, from outside."""
+    """``test_drain`` takes what was left in the replies' queues, and says how much: nobody can, from outside.
+
+    Each queue is read up to the answer to an echo of its own, so that no reply is still on its way.
+    """
     if method != "test_drain":
         return _call(self, method, *args, **kwargs)
-    left = 0
-    for queue in self.response_mqs:
-        while True:
-            try:
-                queue.dequeue(timeout=0.2)
-            except TimeoutError:
-                break
+    nonce, left = uuid.uuid4().hex, 0
+    self.rpc_broadcast_mq.enqueue(("probe_echo", (nonce,), {}, None))
+    for rank, queue in enumerate(self.response_mqs):
+        while queue.dequeue(timeout=60)[1] != (rank, nonce):
             left += 1
     return [left]
 
