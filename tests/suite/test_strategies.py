@@ -58,7 +58,8 @@ def test_every_strategy_is_labelled() -> None:
         for name, value in vars(strategies).items()
         if callable(value) and getattr(value, "__module__", None) == strategies.__name__ and not name.startswith("_")
     }
-    assert public - {"names", "shapes", "changes_of", "codes_for"} == LABELLED.keys()
+    helpers = {"names", "shapes", "changes_of", "codes_for", "capabilities_of", "is_nan", "Domain"}
+    assert public - helpers == LABELLED.keys()
 
 
 def test_draws_tell_their_labels(monkeypatch: pytest.MonkeyPatch) -> None:
