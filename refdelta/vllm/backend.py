@@ -239,6 +239,15 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         self.session = None
         self._fence = why
 
+    def reload(self, load: Callable[[], None]) -> None:
+        """Let vLLM load weights in its own way, on all ranks together; deltas are refused until an anchor."""
+        self.base_lost("reload_weights replaced the weights")
+
+        def action() -> None:
+            load()
+
+        self._step("reload", action)
+
     def base_uncertain(self, why: str) -> None:
         """Something may have touched the weights (sleep and wake-up): audit all of them before the next update."""
         self.session = None

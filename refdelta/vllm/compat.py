@@ -271,5 +271,4 @@ def _finish(worker: Any, engine: DeltaSnapshotEngine, original: _Original) -> No
 
 
 def _reload(worker: Any, engine: DeltaSnapshotEngine, original: _Original, *args: Any, **kwargs: Any) -> None:
-    engine.base_lost("reload_weights replaced the weights")
-    original(worker, *args, **kwargs)
+    engine.reload(lambda: original(worker, *args, **kwargs))

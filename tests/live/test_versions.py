@@ -14,6 +14,7 @@ import torch
 
 from conformance import checkpoints, digests, oracle
 from conformance.live import changes
+from conformance.live.runner import HostError
 from refdelta import Delta, DeltaEncoder
 from tests.live.rig import Engine, running
 
@@ -298,3 +299,23 @@ def test_an_abandoned_session_can_be_aborted(engine: Engine) -> None:
     assert engine.status()["session"] is None
     engine.host.call("rpc", method="refdelta_abort")
     engine.is_current()
+
+
+def test_after_vllms_own_reload_only_an_anchor_is_taken(engine: Engine) -> None:
+    """What a reload left in memory is not proved; a checkpoint through the map is, to the bits of a fresh engine.
+
+    Where it fails on one rank the answers stay in step.
+    """
+    engine.host.call("rpc", method="reload_weights")
+    assert "reload_weights" in engine.status()["fence"]
+    error = engine.sync(engine.write(engine.encoder.encode(engine.next("reloaded"))))
+    assert error is not None
+    assert "refdelta[fenced]" in error
+    with pytest.raises(HostError, match=r"refdelta\[rank_failed\]"):
+        engine.host.call("rpc", method="reload_weights", arguments=["no such argument", 1, 2, 3, 4, 5, 6])
+    for nonce in ("one", "two"):
+        assert engine.host.call("echo", nonce=nonce) == [[0, nonce], [1, nonce]]
+    version = {"run_id": engine.encoder.run_id, "version": engine.encoder.version}
+    assert engine.sync(engine.anchor(engine.state), digest=engine.encoder.digest, **version) is None
+    engine.is_current()
+    engine.holds(engine.state)
