@@ -37,7 +37,9 @@ def conformance(context: typer.Context) -> int:
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     directory = Path(str(suite.__file__)).parent
-    code = int(pytest.main([str(directory), "-p", "no:cacheprovider", *_settings(arguments), *arguments]))
+    # That this command had imported both packages before pytest did is no news.
+    quiet = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    code = int(pytest.main([str(directory), *quiet, *_settings(arguments), *arguments]))
     return REFUSED if code in (_PYTEST_USAGE, _PYTEST_NOTHING) else code
 
 
