@@ -14,18 +14,32 @@ from refdelta.spec import DTYPE_CODES, DeltaError, Reason, check_name, check_sha
 Weights: TypeAlias = Mapping[str, Tensor] | nn.Module
 """A state: tensors by checkpoint name, or a module whose ``state_dict`` holds them."""
 
+EXTRA_STATE = "_extra_state"
+"""How torch's ``state_dict`` names what a module keeps beside its tensors."""
+
 
 def named_tensors(weights: Weights) -> dict[str, Tensor]:
-    """The tensors of a state by name: a mapping's as it names them.
+    """The tensors of a state by name: a mapping's as it names them; anything else in it is refused (bad_option).
 
     Of a module: what its ``state_dict`` holds (parameters, frozen ones too, and persistent buffers), tied names each,
     under the names that a checkpoint has, without those of wrappers (`refdelta.names`); two that become one are refused
     (duplicate_name).
     """
     if not isinstance(weights, nn.Module):
-        return {name: t for name, t in weights.items() if isinstance(t, Tensor)}
+        return _tensors_of(weights)
     held = {name: t for name, t in weights.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     return {name: held[trainers] for trainers, name in checkpoint_names(held).items()}
+
+
+def _tensors_of(weights: Mapping[str, object]) -> dict[str, Tensor]:
+    """A mapping's tensors, without torch's own entries for what is none (`nn.Module.get_extra_state`)."""
+    found: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        if isinstance(value, Tensor):
+            found[name] = value
+        elif not str(name).endswith(EXTRA_STATE):
+            raise DeltaError(Reason.BAD_OPTION, f"expected a torch tensor, found {type(value).__name__}", str(name))
+    return found
 
 
 def first_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ need it, so that help and usage errors are quick.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -37,7 +38,13 @@ def refdelta() -> None:
 
 def main() -> None:
     """Entry point of the `refdelta` command."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python tries again when it ends
+        code = code or _unwritten(error)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -49,4 +56,13 @@ def run(arguments: Sequence[str]) -> int:
         return REFUSED
     except typer.Abort:
         return 130
+    except OSError as error:
+        return _unwritten(error)
     return code if isinstance(code, int) else 0
+
+
+def _unwritten(error: OSError) -> int:
+    """What is read is refused by its own errors; what is left is output that nothing takes."""
+    if not isinstance(error, BrokenPipeError):  # else who read has gone, and nothing is left to be said
+        print_error("write_failed", f"{error.filename or 'output'}: {error.strerror}")
+    return REFUSED

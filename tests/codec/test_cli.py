@@ -142,3 +142,13 @@ def test_public_names_are_those_of_their_modules() -> None:
         assert name in dir(package)
     with pytest.raises(AttributeError):
         _ = package.no_such_name
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
+def test_an_output_that_takes_nothing_is_one_line(folder: Path) -> None:
+    """A full disk behind a redirection."""
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([COMMAND, "inspect", "--json", folder], stdout=full, stderr=subprocess.PIPE, timeout=120)
+    lines = done.stderr.decode().splitlines()
+    assert lines[0] == "error: [write_failed] output: No space left on device"
+    assert "Traceback" not in done.stderr.decode()

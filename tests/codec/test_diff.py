@@ -292,3 +292,15 @@ def test_commit_of_a_delta_that_does_not_fit_leaves_the_baseline(fault: str) -> 
     with pytest.raises(DeltaError):
         encoder.commit(bad)
     assert encoder.encode(base).patches == ()
+
+
+@pytest.mark.parametrize("value", [np.zeros(3), None, [1.0], "text"], ids=["array", "none", "list", "text"])
+def test_what_is_no_tensor_is_refused_by_name(value: object) -> None:
+    """A state of arrays would lose every update without a word; torch's extra state is no tensor and is left out."""
+    good = torch.zeros(2, 3)
+    for weights in ({"a": good, "b": value}, {"b": value}):
+        with pytest.raises(DeltaError) as caught:
+            DeltaEncoder(weights)  # type: ignore[arg-type]  # on purpose
+        assert (caught.value.reason, caught.value.tensor) == (Reason.BAD_OPTION, "b")
+    encoder = DeltaEncoder({"a": good, "layer._extra_state": value})  # type: ignore[dict-item]
+    assert encoder.encode({"a": good + 1, "layer._extra_state": value}).total_elements == 6  # type: ignore[dict-item]

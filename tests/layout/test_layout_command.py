@@ -120,3 +120,12 @@ def _swapped(text: str) -> str:
                     region[0] = region[0].replace(one, other)
                     break
     return json.dumps(raw)
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its directory does not exist."""
+    code = run(["layout", str(QWEN), "--source", "rules", "--picture", str(tmp_path / "no" / "picture.png")])
+    printed = capsys.readouterr().err
+    assert code == 2
+    assert printed.startswith("error: [write_failed] ")
+    assert printed.count("\n") == 1
