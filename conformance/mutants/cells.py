@@ -1,0 +1,55 @@
+"""What one mutant did to one test, over some seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+PASSED, KILLED, SKIPPED, UNREACHED = "passed", "killed", "skipped", "unreached"
+
+
+@dataclass(slots=True)
+class Cell:
+    """Outcomes of one test against one mutant."""
+
+    check: str
+    killed: int = 0
+    ran: int = 0
+    finding: str = ""
+    """What the first kill said, shortened."""
+
+    def add(self, word: str, finding: str = "") -> None:
+        """One outcome; what was skipped, or cannot reach what is wrong, does not count as a run."""
+        self.ran += word in (PASSED, KILLED)
+        if word == KILLED:
+            self.killed += 1
+            self.finding = self.finding or " ".join(finding.split())[:160]
+
+    def to_json(self) -> dict[str, object]:
+        """Plain values."""
+        return {"check": self.check, "killed": self.killed, "ran": self.ran, "finding": self.finding}
+
+
+Cells = dict[str, Cell]
+"""Test -> what it did to one mutant."""
+
+
+def killed_by(cells: Mapping[str, Cell]) -> set[str]:
+    """The checks that killed, under some seed."""
+    return {cell.check for cell in cells.values() if cell.killed}
+
+
+def to_json(cells: Mapping[str, Cell]) -> dict[str, object]:
+    """Those that ran."""
+    return {test: cell.to_json() for test, cell in cells.items() if cell.ran}
+
+
+def merged(parts: Iterable[Mapping[str, Cell]]) -> Cells:
+    """Cells of several runs of one mutant as one."""
+    whole: Cells = {}
+    for part in parts:
+        for test, cell in part.items():
+            known = whole.setdefault(test, Cell(cell.check))
+            known.killed, known.ran = known.killed + cell.killed, known.ran + cell.ran
+            known.finding = known.finding or cell.finding
+    return whole
