@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 PASSED, KILLED, SKIPPED, UNREACHED = "passed", "killed", "skipped", "unreached"
@@ -42,14 +42,3 @@ def killed_by(cells: Mapping[str, Cell]) -> set[str]:
 def to_json(cells: Mapping[str, Cell]) -> dict[str, object]:
     """Those that ran."""
     return {test: cell.to_json() for test, cell in cells.items() if cell.ran}
-
-
-def merged(parts: Iterable[Mapping[str, Cell]]) -> Cells:
-    """Cells of several runs of one mutant as one."""
-    whole: Cells = {}
-    for part in parts:
-        for test, cell in part.items():
-            known = whole.setdefault(test, Cell(cell.check))
-            known.killed, known.ran = known.killed + cell.killed, known.ran + cell.ran
-            known.finding = known.finding or cell.finding
-    return whole

@@ -48,7 +48,7 @@ def register(mutant: Mutant) -> None:
     """Add a mutant. Its name is unique, its description one line, its fault a known one."""
     known = _REGISTERED.get(mutant.name)
     assert known in (None, mutant), f"two mutants are called {mutant.name}"
-    assert mutant.does and "\n" not in mutant.does, f"{mutant.name}: a description of one line"
+    assert len(mutant.does.splitlines()) == 1, f"{mutant.name}: a description of one line"
     assert mutant.fault is None or mutant.fault in FAULTS, f"{mutant.name}: fault {mutant.fault}"
     _REGISTERED[mutant.name] = mutant
 
