@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PASSED, KILLED, SKIPPED, UNREACHED = "passed", "killed", "skipped", "unreached"
+PASSED, KILLED, SKIPPED = "passed", "killed", "skipped"
 
 
 @dataclass(slots=True)
@@ -19,11 +19,16 @@ class Cell:
     """What the first kill said, shortened."""
 
     def add(self, word: str, finding: str = "") -> None:
-        """One outcome; what was skipped, or cannot reach what is wrong, does not count as a run."""
+        """One outcome; a skip is no run."""
         self.ran += word in (PASSED, KILLED)
         if word == KILLED:
             self.killed += 1
             self.finding = self.finding or " ".join(finding.split())[:160]
+
+    @property
+    def always(self) -> bool:
+        """Whether every run killed, and there was one."""
+        return self.killed == self.ran > 0
 
     def to_json(self) -> dict[str, object]:
         """Plain values."""

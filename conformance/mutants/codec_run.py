@@ -32,9 +32,15 @@ from conformance.options import Options
 
 SUITE = Path(__file__).parents[1]
 PROFILE = "mutants"
+NAMED_EXAMPLES = 100
+"""Of the tests that must kill, as in an adopter's run; the others have fewer, and twenty seeds."""
 TRACED = "conformance.mutants.right:Plain"
 _CHILD = "test_fresh_processes"
-"""Encodes in processes of its own, where nothing is recorded."""
+"""Encodes in processes of its own, where nothing is recorded; run where it is named, since they cost an import each."""
+_HISTORY = "test_any_history"
+"""Draws whole histories, ten at the least."""
+_FEW = 4
+_TRACED_EXAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -58,10 +64,13 @@ class Test:
         """Of all cases of the function together."""
         return f"{self.chapter}::{self.name}"
 
-    def run(self, engine: FullCodec, place: str) -> tuple[str, str]:
-        """Outcome and finding on an engine that `place` loads."""
+    def run(self, engine: FullCodec, place: str, examples: int) -> tuple[str, str]:
+        """Outcome and finding on an engine that `place` loads; ``examples`` at most, where it draws."""
         if not self.needs <= engine.capabilities:
             return SKIPPED, ""
+        settings.load_profile(f"{PROFILE}{examples}")
+        # What the decorator would set; the tests were decorated under the profile of their collection.
+        self.function._hypothesis_internal_use_settings = settings.get_profile(f"{PROFILE}{examples}")  # type: ignore[attr-defined]
         with tempfile.TemporaryDirectory() as root:
             values: dict[str, object] = {
                 "engine": engine,
@@ -96,10 +105,10 @@ class _Grabber:
         self.items = list(session.items)
 
 
-def collect(examples: int) -> list[Test]:
-    """Every codec test of the suite, whose properties have so many examples."""
+def register_profile(examples: int) -> str:
+    """The profile of so many examples: nothing shrunk, kept or printed, seeds heeded."""
     settings.register_profile(
-        PROFILE,
+        f"{PROFILE}{examples}",
         max_examples=examples,
         derandomize=False,
         database=None,
@@ -110,8 +119,14 @@ def collect(examples: int) -> list[Test]:
         verbosity=Verbosity.quiet,
         suppress_health_check=list(HealthCheck),
     )
+    return f"{PROFILE}{examples}"
+
+
+def collect() -> list[Test]:
+    """Every codec test of the suite."""
+    profile = register_profile(NAMED_EXAMPLES)
     grabber = _Grabber()
-    options = ["--collect-only", "-q", "-p", "no:cacheprovider", f"--hypothesis-profile={PROFILE}", "--engine", TRACED]
+    options = ["--collect-only", "-q", "-p", "no:cacheprovider", f"--hypothesis-profile={profile}", "--engine", TRACED]
     with redirect_stdout(io.StringIO()) as said:
         code = pytest.main([*options, str(SUITE)], [grabber])
     assert code == pytest.ExitCode.OK, f"the suite could not be collected: {said.getvalue()[-2000:]}"
@@ -130,7 +145,7 @@ def _test(item: pytest.Function) -> Test:
         item.obj,
         arguments,
         plugin.run_of(item.config).options,
-        hasattr(item.obj, "hypothesis") or item.originalname == "test_any_history",
+        hasattr(item.obj, "hypothesis") or item.originalname == _HISTORY,
     )
 
 
@@ -146,9 +161,10 @@ class Seeds:
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def of(self, test: Test) -> Iterator[int]:
-        """The seeds under which a test is worth running; Hypothesis draws from each in turn."""
-        for seed in range(self.count if test.seeded else 1):
+    def of(self, test: Test, *, whole: bool = True) -> Iterator[int]:
+        """The seeds under which a test is worth running; a long one, unless ``whole``, under a few of them."""
+        count = min(self.count, _FEW) if test.name == _HISTORY and not whole else self.count
+        for seed in range(count if test.seeded else 1):
             hypothesis_core.global_force_seed = seed  # what ``--hypothesis-seed`` sets
             yield seed
 
@@ -173,23 +189,59 @@ def reached(test: Test, seeds: Seeds) -> set[str]:
         return {"encode", "find", "total", "name"}
     engine = cast(FullCodec, Recording())
     for _ in seeds.of(test):
-        word, finding = test.run(engine, TRACED)
+        word, finding = test.run(engine, TRACED, _TRACED_EXAMPLES)
         assert word != KILLED, f"the right codec fails {test.id}: {finding}"
     return seen
 
 
-def judge(mutant: Mutant, tests: Sequence[Test], reaches: Mapping[int, set[str]], seeds: Seeds) -> Cells:
-    """Every test against one mutant; a new engine for each seed."""
-    cells: Cells = {}
+def judge(mutant: Mutant, tests: Sequence[Test], reaches: Mapping[int, set[str]], seeds: Seeds, examples: int) -> Cells:
+    """Every test that can judge the mutant; a new engine for each run."""
     kind = type(engine_at(mutant.place))
     own = methods_of(kind, Plain) if issubclass(kind, Plain) else None
-    for number, test in enumerate(tests):
-        if own is not None and not own & reaches[number]:
-            continue
-        cell = cells.setdefault(test.id, Cell(test.check))
-        for _ in seeds.of(test):
-            cell.add(*test.run(engine_at(mutant.place), mutant.place))
+    able = [test for number, test in enumerate(tests) if own is None or own & reaches[number]]
+    able = [test for test in able if test.name != _CHILD or _is_named(mutant, test)]
+    cells = {cases[0].id: _cell(mutant, cases, seeds, examples) for cases in _by_function(able)}
+    mine = [cases for cases in _by_function(able) if _is_named(mutant, cases[0])]
+    if not any(cells[cases[0].id].always for cases in mine):  # as many examples as an adopter's run has
+        cells |= {cases[0].id: _cell(mutant, cases, seeds, NAMED_EXAMPLES) for cases in mine}
     return cells
+
+
+def named(mutant: Mutant, tests: Sequence[Test], seeds: Seeds) -> Cells:
+    """The tests that must kill, up to the first that does."""
+    cells: Cells = {}
+    for cases in _by_function([test for test in tests if _is_named(mutant, test)]):
+        cells[cases[0].id] = cell = _cell(mutant, cases, seeds, NAMED_EXAMPLES)
+        if cell.always:
+            break
+    return cells
+
+
+def _is_named(mutant: Mutant, test: Test) -> bool:
+    return (test.chapter, test.check) == (mutant.by, mutant.check)
+
+
+def _by_function(tests: Sequence[Test]) -> list[list[Test]]:
+    found: dict[tuple[str, str], list[Test]] = {}
+    for test in tests:
+        found.setdefault((test.id, test.check), []).append(test)
+    return list(found.values())
+
+
+def _cell(mutant: Mutant, cases: Sequence[Test], seeds: Seeds, examples: int) -> Cell:
+    """The cases of one function, under each seed up to the first that kills."""
+    cell = Cell(cases[0].check)
+    for _ in seeds.of(cases[0], whole=_is_named(mutant, cases[0])):
+        words = {SKIPPED}
+        for case in cases:
+            word, finding = case.run(engine_at(mutant.place), mutant.place, examples)
+            words.add(word)
+            if word == KILLED:
+                cell.add(word, finding)
+                break
+        else:
+            cell.add(PASSED if PASSED in words else SKIPPED)
+    return cell
 
 
 _SHARED: dict[str, Any] = {}
@@ -201,7 +253,7 @@ def _reach(number: int) -> set[str]:
 
 
 def _judge(mutant: Mutant) -> Cells:
-    return judge(mutant, _SHARED["tests"], _SHARED["reaches"], _SHARED["seeds"])
+    return judge(mutant, *(_SHARED[name] for name in ("tests", "reaches", "seeds", "examples")))
 
 
 def run(
@@ -210,36 +262,26 @@ def run(
     seeds: int,
     examples: int,
     processes: int,
-    told: Callable[[Mutant, Cells], None],
+    told: Callable[[str, Cells], None],
     quick: bool = False,
 ) -> dict[str, Cells]:
-    """The cells of every mutant; `told` hears of each when it is done. ``quick``: the named check's tests alone."""
-    tests = collect(examples)
+    """The cells of every mutant; `told` hears of each when it is done. ``quick``: the named tests alone."""
+    tests = collect()
+    for count in (examples, _TRACED_EXAMPLES):
+        register_profile(count)
     mutants(CODEC)
-    _SHARED.update(tests=tests, seeds=Seeds(seeds))
+    found: dict[str, Cells] = {}
     if quick:
-        return {mutant.name: _named(mutant, tests, Seeds(seeds), told) for mutant in wanted}
+        for mutant in wanted:
+            found[mutant.name] = named(mutant, tests, Seeds(seeds))
+            told(mutant.name, found[mutant.name])
+        return found
+    _SHARED.update(tests=tests, seeds=Seeds(seeds), examples=examples)
     context = multiprocessing.get_context("fork")
     with context.Pool(processes) as pool:
-        _SHARED["reaches"] = dict(enumerate(pool.map(_reach, range(len(tests)), chunksize=1)))
-    found: dict[str, Cells] = {}
+        _SHARED["reaches"] = dict(enumerate(pool.map(_reach, range(len(tests)), chunksize=4)))
     with context.Pool(processes, maxtasksperchild=1) as pool:
         for mutant, cells in zip(wanted, pool.imap(_judge, wanted, chunksize=1), strict=True):
             found[mutant.name] = cells
-            told(mutant, cells)
+            told(mutant.name, cells)
     return found
-
-
-def _named(mutant: Mutant, tests: Sequence[Test], seeds: Seeds, told: Callable[[Mutant, Cells], None]) -> Cells:
-    """The named tests, up to the first that kills under each seed."""
-    cells: Cells = {}
-    for test in tests:
-        if (test.chapter, test.check) != (mutant.by, mutant.check):
-            continue
-        cell = cells.setdefault(test.id, Cell(test.check))
-        for _ in seeds.of(test):
-            cell.add(*test.run(engine_at(mutant.place), mutant.place))
-        if cell.killed == cell.ran > 0:
-            break
-    told(mutant, cells)
-    return cells

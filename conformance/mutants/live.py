@@ -33,7 +33,7 @@ from refdelta.vllm.update import DeltaUpdate
 QWEN, QWEN_TP2, GEMMA, MOE, TIED = (
     "qwen3-untied tp=1",
     "qwen3-untied tp=2",
-    "gemma4-text tp=1",
+    "gemma4-moe tp=1",
     "qwen3-moe tp=1",
     "qwen3-tied-both tp=1",
 )
