@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conformance import oracle
 from conformance.mutants.registry import codec_mutants
-from conformance.mutants.right import Plain
+from conformance.mutants.right import Plain, reread
 from conformance.oracle import Patch, bits
 
 caught_by = codec_mutants("applier")
@@ -99,7 +99,7 @@ class ReadsByPlaceInTheFile(Plain):
         parts = oracle.disassemble(delta)
         keys = [f"{number}.{part}" for number in range(len(parts.entries) // 2) for part in ("indices", "values")]
         parts.entries = [replace(entry, key=key) for entry, key in zip(parts.entries, keys, strict=True)]
-        return oracle.read_delta(parts.write(delta.with_name("by_place"))).patches
+        return reread(parts)
 
 
 @caught_by("bit_exact", fault=23)

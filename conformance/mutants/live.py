@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.mutants.registry import LIVE, Mutant, register
+from conformance.mutants.registry import LIVE, Broken, Mutant, register
 from refdelta import bits, encode
 from refdelta.layout_map import LayoutMap, Region
 from refdelta.spec import Delta, DeltaError, Lineage, Reason, TensorPatch
@@ -46,7 +46,6 @@ ROWS: Mapping[str, tuple[str, ...]] = {
 }
 """The engines, and the checks that each of them runs; the first runs all."""
 
-Broken = Callable[[pytest.MonkeyPatch], None]
 Route = Callable[[Target, Shares, TensorPatch], list[Piece]]
 Moved = Callable[[Tensor, tuple[int, ...]], Tensor]
 
@@ -381,6 +380,20 @@ def every_other_update_kept(patch: pytest.MonkeyPatch) -> None:
             bits.scatter_(tensor, piece.indices, piece.values)
 
     _put(patch, put)
+
+
+@caught_by("behaviour", kind="applier", fault=28)
+def linear_weights_held_by_value(patch: pytest.MonkeyPatch) -> None:
+    """Products keep the weight that they saw first, as a packed copy does: parameters look right, answers are stale."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    held: dict[object, Tensor] = {}
+
+    def apply(self: object, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        weight = held.setdefault(layer, layer.weight.detach().clone())
+        return torch.nn.functional.linear(x, weight, bias)
+
+    patch.setattr(UnquantizedLinearMethod, "apply", apply)
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from conformance import engines, oracle
 from conformance.mutants.registry import codec_mutants
-from conformance.mutants.right import Plain
+from conformance.mutants.right import Plain, reread
 from conformance.oracle import Patch
 
 caught_by = codec_mutants("reader")
@@ -71,12 +71,9 @@ class _Mends(Plain):
         try:
             return super().read(delta)
         except oracle.OracleError:
-            return super().read(self._mended(delta))
-
-    def _mended(self, delta: Path) -> Path:
-        parts = oracle.disassemble(delta)
-        self.mend(parts)
-        return parts.write(delta.with_name("mended"))
+            parts = oracle.disassemble(delta)
+            self.mend(parts)
+            return reread(parts)
 
 
 @caught_by("refuses", fault=5)
@@ -121,6 +118,16 @@ class IgnoresExtraKeys(_Mends):
 
     def mend(self, parts: oracle.Draft) -> None:
         parts.entries = [entry for entry in parts.entries if entry.key[0].isdigit()]
+
+
+@caught_by("declines", fault=12)
+class DropsWhatItDeclines(Plain):
+    """Leaves out the change of a tensor of a dtype that it does not offer, without a word."""
+
+    capabilities = Plain.capabilities - {"float8"}
+
+    def read(self, delta: Path) -> Sequence[Patch]:
+        return [patch for patch in super().read(delta) if not patch.code.startswith("F8")]
 
 
 @caught_by("refuses", fault=36)

@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import pytest
+
 CODEC, LIVE, OWN = "codec", "live", "own"
 """How a mutant is run: as a codec, in a live engine, or under refdelta's own test of a part that the suite lacks."""
 RUNS = (CODEC, LIVE, OWN)
@@ -41,6 +43,9 @@ class Mutant:
     """For `LIVE`: the engine on which it must be caught (`conformance.mutants.live.ROWS`)."""
 
 
+Broken = Callable[[pytest.MonkeyPatch], None]
+"""Breaks a process through what can be undone."""
+
 _REGISTERED: dict[str, Mutant] = {}
 
 
@@ -62,6 +67,24 @@ def codec_mutants(kind: str) -> Callable[..., Callable[[type], type]]:
             does = engine.__dict__.get("__doc__") or ""
             register(Mutant(engine.__name__, kind, CODEC, place, does, check, chapter or check, fault))
             return engine
+
+        return decorate
+
+    return caught_by
+
+
+def own_mutants(kind: str, where: str) -> Callable[..., Callable[[Broken], Broken]]:
+    """The decorator that registers functions which refdelta's own tests catch: ``@caught_by(test, fault=NUMBER)``.
+
+    where: the directory of a test that is given as ``file::test``, or the file of one that is given as ``test``.
+    """
+
+    def caught_by(test: str, *, fault: int | None) -> Callable[[Broken], Broken]:
+        def decorate(broken: Broken) -> Broken:
+            node = f"{where}::{test}" if where.endswith(".py") else f"{where}/{test}"
+            place = f"{broken.__module__}:{broken.__name__}"
+            register(Mutant(broken.__name__, kind, OWN, place, broken.__doc__ or "", node, node, fault))
+            return broken
 
         return decorate
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -159,3 +160,9 @@ class Plain:
             flat = np.ravel_multi_index(at, layout.params[piece.param]) if at else np.zeros(inside.sum(), np.int64)
             routed.append((piece.param, torch.from_numpy(flat), values[torch.from_numpy(inside)]))
         return routed
+
+
+def reread(parts: oracle.Draft) -> Sequence[Patch]:
+    """The patches of a delta that was taken apart."""
+    with tempfile.TemporaryDirectory() as directory:
+        return oracle.read_delta(parts.write(Path(directory) / "delta")).patches

@@ -10,7 +10,7 @@ from conformance import oracle
 from conformance.driving import refusal
 from conformance.malformed import FAULTS, PATCHES, STATE
 from refdelta.spec import Reason
-from tests.suite.broken import Plain
+from conformance.mutants.right import Plain
 
 TOTAL = oracle.total_elements(STATE)
 

@@ -1,0 +1,161 @@
+"""The stored result of a whole run (`matrix.json`), and docs/MUTANTS.md, which is made of it alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conformance import matrix
+from conformance.mutants.cells import Cell, Cells, killed_by, to_json
+from conformance.mutants.checks import NEVER_ALONE, NOT_RUN
+from conformance.mutants.registry import CODEC, FAULTS, LIVE, OWN, Mutant
+
+STORED = Path(__file__).with_name("matrix.json")
+DOCUMENT = Path(__file__).parents[2] / "docs" / "MUTANTS.md"
+COMMAND = "python -m conformance.mutants --write"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run found."""
+
+    made: Mapping[str, Any]
+    """How it was made: versions, seeds, seconds."""
+    cells: Mapping[str, Cells]
+    """Mutant -> its cells; those of the unbroken engine under its name."""
+
+    def write(self, path: Path = STORED) -> None:
+        """Store it."""
+        whole = {"made": self.made, "mutants": {name: to_json(cells) for name, cells in self.cells.items()}}
+        path.write_text(json.dumps(whole, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path = STORED) -> Result:
+        """What was stored."""
+        whole = json.loads(path.read_text())
+        cells = {name: {test: Cell(**cell) for test, cell in own.items()} for name, own in whole["mutants"].items()}
+        return cls(whole["made"], cells)
+
+
+def survives(mutant: Mutant, cells: Cells) -> bool:
+    """Whether no named test killed the mutant in every run."""
+    return not any(cell.always for test, cell in cells.items() if is_named(mutant, test, cell))
+
+
+def is_named(mutant: Mutant, test: str, cell: Cell) -> bool:
+    """Whether this is the test, or one of the chapter, that must catch the mutant."""
+    if mutant.run == OWN:
+        return test == mutant.by
+    chapter, _, name = test.partition("::")
+    if mutant.run == CODEC:
+        return (chapter, cell.check) == (mutant.by, mutant.check)
+    return f"{name} ".startswith(f"{mutant.by} [{mutant.row}]")
+
+
+def checks_of(run: str) -> dict[str, str]:
+    """The columns of a matrix: check -> statement."""
+    known = matrix.CODEC_CHECKS if run == CODEC else matrix.LIVE_CHECKS
+    return {check: text for check, text in known.items() if check not in NOT_RUN}
+
+
+def signatures(result: Result, wanted: Iterable[Mutant]) -> dict[frozenset[str], list[Mutant]]:
+    """The mutants that the same checks kill, together."""
+    found: dict[frozenset[str], list[Mutant]] = {}
+    for mutant in wanted:
+        found.setdefault(frozenset(killed_by(result.cells[mutant.name])), []).append(mutant)
+    return found
+
+
+def alone(result: Result, wanted: Sequence[Mutant]) -> dict[str, list[str]]:
+    """Check -> the mutants that it alone kills."""
+    found: dict[str, list[str]] = {}
+    for signature, own in signatures(result, wanted).items():
+        if len(signature) == 1:
+            found.setdefault(next(iter(signature)), []).extend(mutant.name for mutant in own)
+    return found
+
+
+def document(result: Result, wanted: Sequence[Mutant]) -> str:
+    """docs/MUTANTS.md."""
+    survivors = [mutant.name for mutant in wanted if survives(mutant, result.cells[mutant.name])]
+    parts = [_head(result, wanted, survivors)]
+    for run, title in ((CODEC, "Codecs"), (LIVE, "Live engines")):
+        own = [mutant for mutant in wanted if mutant.run == run]
+        parts += [f"## {title}", _matrix(result, own, run), _checks(result, own, run), _list(result, own)]
+    own = [mutant for mutant in wanted if mutant.run == OWN]
+    parts += ["## Parts that the suite has no check for", _OWN_TEXT, _list(result, own)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(result: Result, wanted: Sequence[Mutant], survivors: Sequence[str]) -> str:
+    made, faults = result.made, {mutant.fault for mutant in wanted if mutant.fault}
+    seeds, count = made["seeds"], f"{len(faults)} of the {len(FAULTS)}"
+    return f"""# Mutants
+
+Made by `{COMMAND}`; not edited by hand. {len(wanted)} engines, each wrong in one way.
+Survivors: {", ".join(survivors) or "none"}.
+
+They stand for {count} kinds of faults that were seen in public; where a line has no fault, the mutant breaks an
+invariant of the format alone. Codecs ran under {seeds["codec"]} seeds of Hypothesis, with {made["examples"]} examples
+for each property (100 where the named test needs them; whole histories under 4 seeds). Live engines ran under
+{seeds["live"]} seeds: as many first states and sets of changes, on one engine for each row, which an anchor resets before
+each test. The engine without a mutant passed the same live tests ({_unbroken(result)} runs), and the codec that the
+broken ones are made from all codec tests. Router and applier mutants of live engines turn off what the backend checks
+of itself, so that it is the suite that finds them. The pass took {made["seconds"]} s with {made["versions"]}."""
+
+
+def _unbroken(result: Result) -> int:
+    return sum(cell.ran for cell in result.cells["unbroken"].values())
+
+
+def _matrix(result: Result, own: Sequence[Mutant], run: str) -> str:
+    """Signatures down, checks across."""
+    checks = list(checks_of(run))
+    grouped = sorted(signatures(result, own).items(), key=lambda item: (len(item[0]), sorted(item[0])))
+    lines = ["Mutants that the same checks kill share a line. `X` is the check that must kill, `x` another that did."]
+    lines += ["", _row(["mutants", *(f"`{check}`" for check in checks)]), _row(["---"] + [":-:"] * len(checks))]
+    for signature, members in grouped:
+        must = {mutant.check for mutant in members}
+        marks = ["X" if check in must else "x" if check in signature else "" for check in checks]
+        lines.append(_row([", ".join(mutant.name for mutant in members), *marks]))
+    return "\n".join(lines)
+
+
+def _checks(result: Result, own: Sequence[Mutant], run: str) -> str:
+    single, kills = alone(result, own), [killed_by(result.cells[mutant.name]) for mutant in own]
+    lines = [_row(["check", "kills", "alone", "kept although it never kills alone, because"]), _row(["---"] * 4)]
+    for check in checks_of(run):
+        count, only = sum(check in killed for killed in kills), len(single.get(check, ()))
+        lines.append(_row([f"`{check}`", str(count), str(only), "" if only else NEVER_ALONE.get(check, "")]))
+    if run == LIVE:
+        lines += ["", *(f"`{check}` has no column: {why}." for check, why in NOT_RUN.items())]
+    return "\n".join(lines)
+
+
+_OWN_TEXT = """Publishing and the client are refdelta's own; the suite judges codecs and engines, not who drives them.
+These mutants are caught by refdelta's tests, named here, which pass without them."""
+
+
+def _list(result: Result, own: Sequence[Mutant]) -> str:
+    lines = [_row(["mutant", "part", "what is wrong", "fault", "caught by", "kills"]), _row(["---"] * 6)]
+    for mutant in own:
+        fault = f"{mutant.fault}: {FAULTS[mutant.fault]}" if mutant.fault else ""
+        kinds = [mutant.name, mutant.kind, mutant.does, fault]
+        lines.append(_row([*kinds, *_caught(mutant, result.cells[mutant.name])]))
+    return "\n".join(lines)
+
+
+def _caught(mutant: Mutant, cells: Cells) -> tuple[str, str]:
+    """The named test that killed most, and how often."""
+    named = {test: cell for test, cell in cells.items() if is_named(mutant, test, cell) and cell.killed}
+    if not named:
+        return "nothing", "0"
+    test = max(named, key=lambda name: (named[name].always, named[name].ran))
+    return f"`{test}`", f"{named[test].killed} of {named[test].ran}"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
