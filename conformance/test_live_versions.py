@@ -209,5 +209,5 @@ def test_an_anchor_replaces_everything(live: Row) -> None:
     live.current = target
     live.holds_current()
     stale = trainer.draft(trainer.next("stale"), base_version=11, base_digest=None)
-    live.refuses_delta(stale, "base_mismatch")
+    live.refuses(live.backend.info(live.write(stale)), frozenset({"base_mismatch"}))
     trainer.publishes("after the anchor")

@@ -101,8 +101,8 @@ Survivors: {", ".join(survivors) or "none"}.
 They stand for {count} kinds of faults that were seen in public; where a line has no fault, the mutant breaks an
 invariant of the format alone. Codecs ran under {seeds["codec"]} seeds of Hypothesis, with {made["examples"]} examples
 for each property (100 where the named test needs them; whole histories under 4 seeds). Live engines ran under
-{seeds["live"]} seeds: as many first states and sets of changes, on one engine for each row, which an anchor resets before
-each test. The engine without a mutant passed the same live tests ({_unbroken(result)} runs), and the codec that the
+{seeds["live"]} seeds: as many first states and sets of changes, on one engine for each row, which an anchor resets
+before each test. The engine without a mutant passed the same live tests ({_unbroken(result)} runs), the codec that the
 broken ones are made from all codec tests. Router and applier mutants of live engines turn off what the backend checks
 of itself, so that it is the suite that finds them. The pass took {made["seconds"]} s with {made["versions"]}."""
 
