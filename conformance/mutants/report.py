@@ -11,9 +11,11 @@ from typing import Any
 from conformance import matrix
 from conformance.mutants.cells import Cell, Cells, killed_by, to_json
 from conformance.mutants.checks import NEVER_ALONE, NOT_RUN
+from conformance.mutants.loaders import EDITS
 from conformance.mutants.registry import CODEC, FAULTS, LIVE, OWN, Mutant
 
 STORED = Path(__file__).with_name("matrix.json")
+LOADERS = Path(__file__).with_name("loaders.json")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "MUTANTS.md"
 COMMAND = "python -m conformance.mutants --write"
 
@@ -87,6 +89,7 @@ def document(result: Result, wanted: Sequence[Mutant]) -> str:
         parts += [f"## {title}", _matrix(result, own, run), _checks(result, own, run), _list(result, own)]
     own = [mutant for mutant in wanted if mutant.run == OWN]
     parts += ["## Parts that the suite has no check for", _OWN_TEXT, _list(result, own)]
+    parts += ["## vLLM's own loader, changed", _LOADERS_TEXT, _loaders()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -155,6 +158,26 @@ def _caught(mutant: Mutant, cells: Cells) -> tuple[str, str]:
         return "nothing", "0"
     test = max(named, key=lambda name: (named[name].always, named[name].ran))
     return f"`{test}`", f"{named[test].killed} of {named[test].ran}"
+
+
+_LOADERS_TEXT = """Copies of vLLM's text with one offset, shard id or name changed, made by `conformance/mutants/loaders.py` and
+run by `python -m conformance.mutants.loader_run`: the engine under refdelta's backend loads with the copy
+(Qwen3, TP=2). `start`: it does not start. `live`: the suite's check `base` sees another engine than a fresh
+one on vLLM's own loader. Where the fault is vLLM's own, every engine shares it, the fresh one too; then
+`rules` (the map that is traced from the copy is not the one that the family's rules give) and `position`
+(what the engine made of a position-coded checkpoint is not what the rules say) still see it. The backend
+itself starts on a loader that is wrong and yet fills everything, since its trace and its attestation come
+from that loader; the rules are what `refdelta layout --source both` compares it with."""
+
+
+def _loaders() -> str:
+    found: dict[str, dict[str, str]] = json.loads(LOADERS.read_text())
+    lines = [_row(["copy", "what goes wrong", "changed in", "seen by", "first finding"]), _row(["---"] * 5)]
+    for edit in EDITS:
+        findings = found[edit.name]
+        seen = ", ".join(f"`{witness}`" for witness in findings)
+        lines.append(_row([edit.name, edit.does, f"`{edit.place}`", seen, next(iter(findings.values()), "nothing")]))
+    return "\n".join(lines)
 
 
 def _row(cells: Iterable[str]) -> str:

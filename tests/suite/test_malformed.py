@@ -9,8 +9,8 @@ import pytest
 from conformance import oracle
 from conformance.driving import refusal
 from conformance.malformed import FAULTS, PATCHES, STATE
-from refdelta.spec import Reason
 from conformance.mutants.right import Plain
+from refdelta.spec import Reason
 
 TOTAL = oracle.total_elements(STATE)
 
