@@ -165,7 +165,7 @@ class Seeds:
         """The seeds under which a test is worth running; a long one, unless ``whole``, under a few of them."""
         count = min(self.count, _FEW) if test.name == _HISTORY and not whole else self.count
         for seed in range(count if test.seeded else 1):
-            hypothesis_core.global_force_seed = seed  # what ``--hypothesis-seed`` sets
+            hypothesis_core.global_force_seed = seed  # type: ignore[assignment]  # what ``--hypothesis-seed`` sets
             yield seed
 
 

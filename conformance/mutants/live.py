@@ -19,6 +19,7 @@ from torch import Tensor
 
 from conformance.mutants.registry import LIVE, Broken, Mutant, register
 from refdelta import bits, encode
+from refdelta.apply import read_delta
 from refdelta.layout_map import LayoutMap, Region
 from refdelta.spec import Delta, DeltaError, Lineage, Reason, TensorPatch
 from refdelta.vllm import session, update
@@ -402,12 +403,11 @@ def linear_weights_held_by_value(patch: pytest.MonkeyPatch) -> None:
 @caught_by("unknown_name", kind="reader", fault=23)
 def unknown_names_skipped(patch: pytest.MonkeyPatch) -> None:
     """A name that the engine does not know is not an error."""
-    read = session.read_delta
     stage = session.Session.stage
 
     def lenient(self: session.Session, path: Path) -> str:
         def known(place: Path) -> Delta:
-            delta, sources = read(place), self.target.layout.sources
+            delta, sources = read_delta(place), self.target.layout.sources
             return replace(delta, patches=tuple(patch for patch in delta.patches if patch.name in sources))
 
         with pytest.MonkeyPatch.context() as inside:

@@ -68,8 +68,8 @@ class SharedRow(Row):
         if self._host is None:
             self._start()
             self.starts += 1
-        place = mutant and mutant.place
-        switch.set_mutant(place if mutant and mutant.kind == "encoder" else None)  # this process encodes
+        place = None if mutant is None else mutant.place
+        switch.set_mutant(place if mutant is not None and mutant.kind == "encoder" else None)  # this process encodes
         self.call("rpc", method="mutant_switch", arguments=[place])
 
     def _anchor(self, state: State) -> Path:

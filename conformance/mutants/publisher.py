@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from conformance.mutants.registry import own_mutants
-from refdelta import bits, encode
+from refdelta import bits, encode, files
 from refdelta.encode import DeltaEncoder
 from refdelta.spec import Delta, DeltaError, Reason
 
@@ -36,7 +36,7 @@ def written_in_place(patch: pytest.MonkeyPatch) -> None:
 @caught_by("test_write.py::test_an_existing_target_is_refused_and_untouched", fault=19)
 def earlier_runs_overwritten(patch: pytest.MonkeyPatch) -> None:
     """What lies in the place is removed, whatever it is."""
-    new_directory = encode.new_directory
+    new_directory = files.new_directory
 
     @contextmanager
     def clearing(target: Path, replaceable: object = None) -> Iterator[Path]:

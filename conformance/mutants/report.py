@@ -160,14 +160,15 @@ def _caught(mutant: Mutant, cells: Cells) -> tuple[str, str]:
     return f"`{test}`", f"{named[test].killed} of {named[test].ran}"
 
 
-_LOADERS_TEXT = """Copies of vLLM's text with one offset, shard id or name changed, made by `conformance/mutants/loaders.py` and
-run by `python -m conformance.mutants.loader_run`: the engine under refdelta's backend loads with the copy
-(Qwen3, TP=2). `start`: it does not start. `live`: the suite's check `base` sees another engine than a fresh
-one on vLLM's own loader. Where the fault is vLLM's own, every engine shares it, the fresh one too; then
-`rules` (the map that is traced from the copy is not the one that the family's rules give) and `position`
-(what the engine made of a position-coded checkpoint is not what the rules say) still see it. The backend
-itself starts on a loader that is wrong and yet fills everything, since its trace and its attestation come
-from that loader; the rules are what `refdelta layout --source both` compares it with."""
+_LOADERS_TEXT = """Copies of vLLM's text with one offset, shard id or name changed, made by
+`conformance/mutants/loaders.py` and run by `python -m conformance.mutants.loader_run`: the engine under
+refdelta's backend loads with the copy (Qwen3, TP=2). `start`: it does not start. `live`: the suite's check
+`base` sees another engine than a fresh one on vLLM's own loader. Where the fault is vLLM's own, every engine
+shares it, the fresh one too; then `rules` (the map that is traced from the copy is not the one that the
+family's rules give) and `position` (what the engine made of a position-coded checkpoint is not what the rules
+say) still see it. The backend itself starts on a loader that is wrong and yet fills everything, since its
+trace and its attestation come from that loader; the rules are what `refdelta layout --source both` compares
+it with."""
 
 
 def _loaders() -> str:

@@ -43,7 +43,7 @@ class NativeEngine(WeightTransferEngine[NativeInitInfo, NativeUpdateInfo]):
         text = vllm_config.model_config.hf_config.get_text_config()
         if any(getattr(text, field, None) for field in ("num_experts", "num_local_experts")):
             raise Refused("mixture-of-experts models are not offered: vLLM rearranges experts after loading")
-        self.tied = bool(text.tie_word_embeddings)
+        self.tied = _is_tied(model)
         self.known = known_tensors(Path(vllm_config.model_config.model))
         self.staged: list[list[Patch]] = []
 
@@ -70,3 +70,10 @@ class NativeEngine(WeightTransferEngine[NativeInitInfo, NativeUpdateInfo]):
 
     def shutdown(self) -> None:
         """Nothing is held."""
+
+
+def _is_tied(model: torch.nn.Module) -> bool:
+    """Whether head and embedding share memory; vLLM decides it by the checkpoint's bytes, not by the config alone."""
+    places = {name: weight.data_ptr() for name, weight in model.named_parameters(remove_duplicate=False)}
+    heads = {place for name, place in places.items() if name.endswith("lm_head.weight")}
+    return bool(heads & {place for name, place in places.items() if name.endswith("embed_tokens.weight")})

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 
-Known = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Checkpoint tensor -> shape and dtype."""
+Known = Mapping[str, tuple[tuple[int, ...], torch.dtype | None]]
+"""Checkpoint tensor -> shape and dtype; None for a dtype that deltas do not hold."""
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
@@ -29,9 +29,9 @@ class Refused(ValueError):
     """The delta is malformed, or is not for this checkpoint."""
 
 
-def known_tensors(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
-    """Shape and dtype of every tensor in a checkpoint's safetensors files; dtype None where deltas cannot hold it."""
-    found = {}
+def known_tensors(checkpoint: Path) -> Known:
+    """What a checkpoint's safetensors files hold."""
+    found: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  # not a mapping
