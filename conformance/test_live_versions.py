@@ -24,7 +24,6 @@ from conformance.options import Options
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.check("versions"),
-    pytest.mark.level("transactional"),
     pytest.mark.needs("lineage"),
 ]
 MODEL = "qwen3-untied"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -11,10 +12,7 @@ from collections.abc import Sequence
 from conformance import matrix
 from conformance.mutants import codec_run, report
 from conformance.mutants.cells import Cells, killed_by
-from conformance.mutants.registry import CODEC, LIVE, OWN, RUNS, Mutant, mutants
-
-SEEDS = {CODEC: 20, LIVE: 3}
-EXAMPLES = 3
+from conformance.mutants.registry import CODEC, EXAMPLES, LIVE, OWN, RUNS, SEEDS, Mutant, mutants
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -24,10 +22,10 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, metavar="N", help="for every kind; by default 20 for codecs, 3 live")
     parser.add_argument("--quick", action="store_true", help="the test that must kill alone")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
-    parser.add_argument("--write", action="store_true", help="store the result, and write docs/MUTANTS.md")
+    parser.add_argument("--write", action="store_true", help="store what was found, and write docs/MUTANTS.md")
     found = parser.parse_args(arguments)
-    if found.write and (found.kind or found.only or found.seeds or found.quick):
-        parser.error("--write takes a whole run")
+    if found.write and (found.seeds or found.quick):
+        parser.error("--write takes all seeds and tests")
     unknown = sorted({*(found.only or ())} - {mutant.name for mutant in mutants()})
     if unknown:
         parser.error(f"no mutant is called {unknown[0]}")
@@ -72,23 +70,34 @@ def _tell(name: str, cells: Cells) -> None:
     print(f"{name}: {', '.join(sorted(killed_by(cells))) or 'nothing'}", flush=True)
 
 
+def _made(seconds: int) -> dict[str, object]:
+    """How a whole kind was run: seconds by the clock and of all processes, and what with."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    cpu = round(sum(one.ru_utime + one.ru_stime for one in used))
+    _, libraries = matrix.header("")[2].split(maxsplit=1)
+    return {"seconds": seconds, "cpu_seconds": cpu, "libraries": libraries}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run, tell, and store where that is asked for."""
     options, began = _parsed(arguments), time.monotonic()
     wanted = chosen(options.kind, options.only)
     cells = run(wanted, options)
     survivors = [mutant.name for mutant in wanted if report.survives(mutant, cells[mutant.name])]
-    unbroken = sorted(killed_by(cells.get("unbroken", {})))
+    unbroken = sorted(killed_by(cells.get(report.UNBROKEN, {})))
     seconds = round(time.monotonic() - began)
     print(f"{len(wanted)} mutants in {seconds} s; survivors: {', '.join(survivors) or 'none'}")
     if unbroken:
         print(f"the engine without a mutant fails {', '.join(unbroken)}")
     if options.write:
-        versions = ", ".join(matrix.header("")[2].split()[1:])
-        made = {"seeds": SEEDS, "examples": EXAMPLES, "seconds": seconds, "versions": versions.replace(",,", ",")}
-        result = report.Result(made, cells)
+        made = {} if options.only else {run: _made(seconds) for run in RUNS if {m.run for m in wanted} >= {run}}
+        result = report.Result.read() if report.STORED.exists() else report.Result({}, {})
+        known = {mutant.name for mutant in mutants()} | {report.UNBROKEN}
+        kept = {name: old for name, old in result.cells.items() if name in known}
+        result = report.Result({**result.made, **made}, {**kept, **cells})
         result.write()
-        report.DOCUMENT.write_text(report.document(result, mutants()))
+        if known == result.cells.keys():
+            report.DOCUMENT.write_text(report.document(result, mutants()))
     return 1 if survivors or unbroken else 0
 
 

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import core as hypothesis_core
 
 from conformance import strategies
-from conformance.engines import FullCodec
+from conformance.engines import FullCodec, Reference
 from conformance.mutants.cells import KILLED, PASSED, SKIPPED, Cell, Cells
 from conformance.mutants.registry import CODEC, Mutant, mutants
 from conformance.mutants.right import Plain
@@ -197,8 +197,8 @@ def reached(test: Test, seeds: Seeds) -> set[str]:
 def judge(mutant: Mutant, tests: Sequence[Test], reaches: Mapping[int, set[str]], seeds: Seeds, examples: int) -> Cells:
     """Every test that can judge the mutant; a new engine for each run."""
     kind = type(engine_at(mutant.place))
-    own = methods_of(kind, Plain) if issubclass(kind, Plain) else None
-    able = [test for number, test in enumerate(tests) if own is None or own & reaches[number]]
+    own = methods_of(kind, Plain if issubclass(kind, Plain) else Reference)
+    able = [test for number, test in enumerate(tests) if own & reaches[number]]
     able = [test for test in able if test.name != _CHILD or _is_named(mutant, test)]
     cells = {cases[0].id: _cell(mutant, cases, seeds, examples) for cases in _by_function(able)}
     mine = [cases for cases in _by_function(able) if _is_named(mutant, cases[0])]

@@ -24,10 +24,9 @@ from conformance.mutants import switch
 from conformance.mutants.cells import KILLED, PASSED, SKIPPED, Cell, Cells
 from conformance.mutants.live import ROWS
 from conformance.mutants.registry import LIVE, Mutant, mutants
+from conformance.mutants.report import UNBROKEN
 
 Check = Callable[[Row], None]
-UNBROKEN = "unbroken"
-"""The engine without a mutant, in the results."""
 
 
 class SharedRow(Row):

@@ -12,6 +12,11 @@ CODEC, LIVE, OWN = "codec", "live", "own"
 """How a mutant is run: as a codec, in a live engine, or under refdelta's own test of a part that the suite lacks."""
 RUNS = (CODEC, LIVE, OWN)
 
+SEEDS: Mapping[str, int] = {CODEC: 20, LIVE: 3}
+"""Of a whole run."""
+EXAMPLES = 2
+"""Of a property under each seed, where it is not the one that must kill."""
+
 _MODULES: Mapping[str, tuple[str, ...]] = {
     CODEC: ("encoders", "appliers", "readers", "histories", "routers"),
     LIVE: ("live",),

@@ -12,8 +12,10 @@ from conformance import matrix
 from conformance.mutants.cells import Cell, Cells, killed_by, to_json
 from conformance.mutants.checks import NEVER_ALONE, NOT_RUN
 from conformance.mutants.loaders import EDITS
-from conformance.mutants.registry import CODEC, FAULTS, LIVE, OWN, Mutant
+from conformance.mutants.registry import CODEC, EXAMPLES, FAULTS, LIVE, OWN, RUNS, SEEDS, Mutant, mutants
 
+UNBROKEN = "unbroken"
+"""The live engine without a mutant, in the results."""
 STORED = Path(__file__).with_name("matrix.json")
 LOADERS = Path(__file__).with_name("loaders.json")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "MUTANTS.md"
@@ -25,7 +27,7 @@ class Result:
     """What a run found."""
 
     made: Mapping[str, Any]
-    """How it was made: versions, seeds, seconds."""
+    """Run -> how it was made: seconds by the clock, of all processes, and the versions of libraries."""
     cells: Mapping[str, Cells]
     """Mutant -> its cells; those of the unbroken engine under its name."""
 
@@ -94,24 +96,36 @@ def document(result: Result, wanted: Sequence[Mutant]) -> str:
 
 
 def _head(result: Result, wanted: Sequence[Mutant], survivors: Sequence[str]) -> str:
-    made, faults = result.made, {mutant.fault for mutant in wanted if mutant.fault}
-    seeds, count = made["seeds"], f"{len(faults)} of the {len(FAULTS)}"
+    faults = {mutant.fault for mutant in wanted if mutant.fault}
+    count, runs = f"{len(faults)} of the {len(FAULTS)}", f"{_unbroken(result)} runs"
     return f"""# Mutants
 
 Made by `{COMMAND}`; not edited by hand. {len(wanted)} engines, each wrong in one way.
 Survivors: {", ".join(survivors) or "none"}.
 
 They stand for {count} kinds of faults that were seen in public; where a line has no fault, the mutant breaks an
-invariant of the format alone. Codecs ran under {seeds["codec"]} seeds of Hypothesis, with {made["examples"]} examples
-for each property (100 where the named test needs them; whole histories under 4 seeds). Live engines ran under
-{seeds["live"]} seeds: as many first states and sets of changes, on one engine for each row, which an anchor resets
-before each test. The engine without a mutant passed the same live tests ({_unbroken(result)} runs), the codec that the
-broken ones are made from all codec tests. Router and applier mutants of live engines turn off what the backend checks
-of itself, so that it is the suite that finds them. The pass took {made["seconds"]} s with {made["versions"]}."""
+invariant of the format alone. Codecs ran under {SEEDS[CODEC]} seeds of Hypothesis, with {EXAMPLES} examples for each
+property (100 where the test that must kill needs them; whole histories under 4 seeds). Live engines ran under
+{SEEDS[LIVE]} seeds: as many first states and sets of changes, on one engine for each row, which an anchor resets before
+each test. The engine without a mutant passed the same live tests ({runs}), and the codec that the broken ones
+are made from passes all codec tests. Router and applier mutants of live engines turn off what the backend checks
+of itself, so that it is the suite that finds them.
+
+{_took(result)}
+
+What a report says of one of them: [k and v swapped in a live engine](report-mutant.png)."""
+
+
+def _took(result: Result) -> str:
+    lines = [_row(["run", "mutants", "seconds", "CPU seconds of all processes", "with"]), _row(["---"] * 5)]
+    for run in RUNS:
+        made, count = result.made[run], sum(run == mutant.run for mutant in mutants(run))
+        lines.append(_row([run, *(str(v) for v in (count, made["seconds"], made["cpu_seconds"], made["libraries"]))]))
+    return "\n".join(lines)
 
 
 def _unbroken(result: Result) -> int:
-    return sum(cell.ran for cell in result.cells["unbroken"].values())
+    return sum(cell.ran for cell in result.cells[UNBROKEN].values())
 
 
 def _matrix(result: Result, own: Sequence[Mutant], run: str) -> str:
