@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from conformance import matrix
-from conformance.mutants import codec_run, report
-from conformance.mutants.cells import Cells, killed_by
+from conformance.mutants import codec_run, own_run, report
+from conformance.mutants.cells import Judged, killed_by
 from conformance.mutants.registry import CODEC, EXAMPLES, LIVE, OWN, RUNS, SEEDS, Mutant, mutants
 
 
@@ -23,6 +22,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the test that must kill alone")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--write", action="store_true", help="store what was found, and write docs/MUTANTS.md")
+    parser.add_argument("--missing", action="store_true", help="of these, the mutants that the stored result lacks")
     found = parser.parse_args(arguments)
     if found.write and (found.seeds or found.quick):
         parser.error("--write takes all seeds and tests")
@@ -32,72 +32,56 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     return found
 
 
-def chosen(kinds: Sequence[str] | None, only: Sequence[str] | None) -> list[Mutant]:
-    """The mutants of these kinds and names."""
+def chosen(options: argparse.Namespace, stored: report.Result) -> list[Mutant]:
+    """The mutants that were asked for."""
     return [
         mutant
         for mutant in mutants()
-        if (not kinds or {mutant.run, mutant.kind} & {*kinds}) and (not only or mutant.name in only)
+        if (not options.kind or {mutant.run, mutant.kind} & {*options.kind})
+        and (not options.only or mutant.name in options.only)
+        and not (options.missing and mutant.name in stored.cells)
     ]
 
 
-def run(wanted: Sequence[Mutant], options: argparse.Namespace) -> dict[str, Cells]:
-    """The cells of all of them."""
+def run(wanted: Sequence[Mutant], options: argparse.Namespace, passed: set[str]) -> Iterator[Judged]:
+    """Each of them, and the unbroken live engine on rows that it has not passed yet."""
     of = {kind: [mutant for mutant in wanted if mutant.run == kind] for kind in RUNS}
-    found: dict[str, Cells] = {}
     seeds = {kind: options.seeds or count for kind, count in SEEDS.items()}
-    if of[CODEC]:
-        found |= codec_run.run(
-            of[CODEC],
-            seeds=seeds[CODEC],
-            examples=EXAMPLES,
-            processes=options.processes,
-            told=_tell,
-            quick=options.quick,
-        )
     if of[OWN]:
-        from conformance.mutants import own_run
-
-        found |= own_run.run(of[OWN], processes=options.processes, told=_tell)
+        yield from own_run.run(of[OWN], processes=options.processes)
+    if of[CODEC] and options.quick:
+        yield from codec_run.quick(of[CODEC], seeds[CODEC])
+    elif of[CODEC]:
+        how = {"seeds": seeds[CODEC], "examples": EXAMPLES, "processes": options.processes}
+        yield from codec_run.run(of[CODEC], **how)
     if of[LIVE]:
         from conformance.mutants import live_run
 
-        found |= live_run.run(of[LIVE], seeds=seeds[LIVE], told=_tell, quick=options.quick)
-    return found
-
-
-def _tell(name: str, cells: Cells) -> None:
-    print(f"{name}: {', '.join(sorted(killed_by(cells))) or 'nothing'}", flush=True)
-
-
-def _made(seconds: int) -> dict[str, object]:
-    """How a whole kind was run: seconds by the clock and of all processes, and what with."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    cpu = round(sum(one.ru_utime + one.ru_stime for one in used))
-    _, libraries = matrix.header("")[2].split(maxsplit=1)
-    return {"seconds": seconds, "cpu_seconds": cpu, "libraries": libraries}
+        yield from live_run.run(of[LIVE], seeds=seeds[LIVE], quick=options.quick, passed=passed)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run, tell, and store where that is asked for."""
+    """Run, tell, and store where that is asked for: after each mutant, so that an ended run can go on."""
     options, began = _parsed(arguments), time.monotonic()
-    wanted = chosen(options.kind, options.only)
-    cells = run(wanted, options)
-    survivors = [mutant.name for mutant in wanted if report.survives(mutant, cells[mutant.name])]
-    unbroken = sorted(killed_by(cells.get(report.UNBROKEN, {})))
+    stored = report.Result.read()
+    wanted = chosen(options, stored)
+    found = report.Result(matrix.header("")[2].split(maxsplit=1)[1])
+    for judged in run(wanted, options, stored.passed if options.missing else set()):
+        print(f"{judged.name}: {', '.join(sorted(killed_by(judged.cells))) or 'nothing'}", flush=True)
+        found.add(judged)
+        if options.write:
+            stored = report.Result.read()  # another run may have stored something meanwhile
+            stored.add(judged)
+            stored.libraries = found.libraries
+            stored.write()
+    survivors = [mutant.name for mutant in wanted if report.survives(mutant, found.cells[mutant.name])]
+    unbroken = sorted(killed_by(found.cells.get(report.UNBROKEN, {})))
     seconds = round(time.monotonic() - began)
     print(f"{len(wanted)} mutants in {seconds} s; survivors: {', '.join(survivors) or 'none'}")
     if unbroken:
         print(f"the engine without a mutant fails {', '.join(unbroken)}")
-    if options.write:
-        made = {} if options.only else {run: _made(seconds) for run in RUNS if {m.run for m in wanted} >= {run}}
-        result = report.Result.read() if report.STORED.exists() else report.Result({}, {})
-        known = {mutant.name for mutant in mutants()} | {report.UNBROKEN}
-        kept = {name: old for name, old in result.cells.items() if name in known}
-        result = report.Result({**result.made, **made}, {**kept, **cells})
-        result.write()
-        if known == result.cells.keys():
-            report.DOCUMENT.write_text(report.document(result, mutants()))
+    if options.write and stored.cells.keys() >= {mutant.name for mutant in mutants()}:
+        report.DOCUMENT.write_text(report.document(stored, mutants()))
     return 1 if survivors or unbroken else 0
 
 

@@ -39,6 +39,16 @@ Cells = dict[str, Cell]
 """Test -> what it did to one mutant."""
 
 
+@dataclass(slots=True)
+class Judged:
+    """What all tests did to one mutant, or to the engine without one."""
+
+    name: str
+    cells: Cells
+    seconds: float
+    """Of processor time for a codec, by the clock for the others."""
+
+
 def killed_by(cells: Mapping[str, Cell]) -> set[str]:
     """The checks that killed, under some seed."""
     return {cell.check for cell in cells.values() if cell.killed}

@@ -12,6 +12,7 @@ import inspect
 import io
 import multiprocessing
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from hypothesis import core as hypothesis_core
 
 from conformance import strategies
 from conformance.engines import FullCodec, Reference
-from conformance.mutants.cells import KILLED, PASSED, SKIPPED, Cell, Cells
+from conformance.mutants.cells import KILLED, PASSED, SKIPPED, Cell, Cells, Judged
 from conformance.mutants.registry import CODEC, Mutant, mutants
 from conformance.mutants.right import Plain
 from conformance.options import Options
@@ -198,7 +199,7 @@ def judge(mutant: Mutant, tests: Sequence[Test], reaches: Mapping[int, set[str]]
     """Every test that can judge the mutant; a new engine for each run."""
     kind = type(engine_at(mutant.place))
     own = methods_of(kind, Plain if issubclass(kind, Plain) else Reference)
-    able = [test for number, test in enumerate(tests) if own & reaches[number]]
+    able = [test for number, test in enumerate(tests) if own & reaches[number] or not test.needs <= Plain.capabilities]
     able = [test for test in able if test.name != _CHILD or _is_named(mutant, test)]
     cells = {cases[0].id: _cell(mutant, cases, seeds, examples) for cases in _by_function(able)}
     mine = [cases for cases in _by_function(able) if _is_named(mutant, cases[0])]
@@ -252,36 +253,29 @@ def _reach(number: int) -> set[str]:
     return reached(_SHARED["tests"][number], Seeds(2))
 
 
-def _judge(mutant: Mutant) -> Cells:
-    return judge(mutant, *(_SHARED[name] for name in ("tests", "reaches", "seeds", "examples")))
+def _judge(mutant: Mutant) -> Judged:
+    began = time.process_time()
+    cells = judge(mutant, *(_SHARED[name] for name in ("tests", "reaches", "seeds", "examples")))
+    return Judged(mutant.name, cells, time.process_time() - began)
 
 
-def run(
-    wanted: Sequence[Mutant],
-    *,
-    seeds: int,
-    examples: int,
-    processes: int,
-    told: Callable[[str, Cells], None],
-    quick: bool = False,
-) -> dict[str, Cells]:
-    """The cells of every mutant; `told` hears of each when it is done. ``quick``: the named tests alone."""
+def quick(wanted: Sequence[Mutant], seeds: int) -> Iterator[Judged]:
+    """Every mutant under the tests that must kill it alone."""
+    tests = collect()
+    for mutant in wanted:
+        began = time.process_time()
+        yield Judged(mutant.name, named(mutant, tests, Seeds(seeds)), time.process_time() - began)
+
+
+def run(wanted: Sequence[Mutant], *, seeds: int, examples: int, processes: int) -> Iterator[Judged]:
+    """Every mutant under every test that can judge it."""
     tests = collect()
     for count in (examples, _TRACED_EXAMPLES):
         register_profile(count)
     mutants(CODEC)
-    found: dict[str, Cells] = {}
-    if quick:
-        for mutant in wanted:
-            found[mutant.name] = named(mutant, tests, Seeds(seeds))
-            told(mutant.name, found[mutant.name])
-        return found
     _SHARED.update(tests=tests, seeds=Seeds(seeds), examples=examples)
     context = multiprocessing.get_context("fork")
     with context.Pool(processes) as pool:
         _SHARED["reaches"] = dict(enumerate(pool.map(_reach, range(len(tests)), chunksize=4)))
     with context.Pool(processes, maxtasksperchild=1) as pool:
-        for mutant, cells in zip(wanted, pool.imap(_judge, wanted, chunksize=1), strict=True):
-            found[mutant.name] = cells
-            told(mutant.name, cells)
-    return found
+        yield from pool.imap_unordered(_judge, wanted, chunksize=1)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from conformance.live import changes
 from conformance.live.row import Backend, Row
 from conformance.live.truth import Truths
 from conformance.mutants import switch
-from conformance.mutants.cells import KILLED, PASSED, SKIPPED, Cell, Cells
+from conformance.mutants.cells import KILLED, PASSED, SKIPPED, Cell, Judged
 from conformance.mutants.live import ROWS
 from conformance.mutants.registry import LIVE, Mutant, mutants
 from conformance.mutants.report import UNBROKEN
@@ -142,42 +143,31 @@ def judge(row: SharedRow, mutant: Mutant | None, test: Check) -> tuple[str, str]
     return PASSED, ""
 
 
-def run(
-    wanted: Sequence[Mutant],
-    *,
-    seeds: int,
-    told: Callable[[str, Cells], None],
-    rows: Sequence[str] = tuple(ROWS),
-    quick: bool = False,
-) -> dict[str, Cells]:
-    """The cells of every mutant, and of `UNBROKEN` on every row. ``quick``: by the named test alone."""
+def run(wanted: Sequence[Mutant], *, seeds: int, quick: bool = False, passed: Container[str] = ()) -> Iterator[Judged]:
+    """Every mutant on its row, and `UNBROKEN` on every row but those that it has ``passed`` already.
+
+    ``quick``: under the test that must kill it alone.
+    """
     mutants(LIVE)
-    found: dict[str, list[Cells]] = {}
-    for name in rows:
+    for name in ROWS:
         mine = [mutant for mutant in wanted if mutant.row == name]
         if not mine:
             continue
+        broken = [*([] if name in passed else [None]), *mine]
         with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, row_of(name, Path(scratch)) as row:
-            for label, cells in _of_row(row, mine, seeds, quick=quick):
-                found.setdefault(label, []).append(cells)
-                told(f"{label} [{name}]", cells)
-    return {label: _merged(parts) for label, parts in found.items()}
+            yield from _of_row(row, broken, seeds, quick=quick)
 
 
-def _of_row(row: SharedRow, mine: Sequence[Mutant], seeds: int, *, quick: bool) -> Iterator[tuple[str, Cells]]:
+def _of_row(row: SharedRow, broken: Sequence[Mutant | None], seeds: int, *, quick: bool) -> Iterator[Judged]:
     tests = live_tests(row.name)
     states = [row.base, *(changes.every_tensor(row.base, f"seed {n}", row.aliases) for n in range(1, seeds))]
-    for mutant in [None, *mine]:
-        cells: Cells = {}
+    for mutant in broken:
+        cells, began = dict[str, Cell](), time.monotonic()
+        named = {one.by for one in broken if one} if mutant is None else {mutant.by}
         for (test, (check, function)), (seed, state) in itertools.product(tests.items(), enumerate(states)):
-            named = {m.by for m in mine} if mutant is None else {mutant.by}
             if quick and test.partition("::")[2] not in named:
                 continue
             with _drawn_from(seed):
                 row.begin(state, mutant)
                 cells.setdefault(f"{test} [{row.name}]", Cell(check)).add(*judge(row, mutant, function))
-        yield (mutant.name if mutant else UNBROKEN), cells
-
-
-def _merged(parts: Sequence[Mapping[str, Cell]]) -> Cells:
-    return {test: cell for part in parts for test, cell in part.items()}
+        yield Judged(mutant.name if mutant else UNBROKEN, cells, time.monotonic() - began)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import io
 import multiprocessing
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
-from conformance.mutants.cells import KILLED, PASSED, Cell, Cells
+from conformance.mutants.cells import KILLED, PASSED, Cell, Judged
 from conformance.mutants.registry import OWN, Mutant, mutants
 
 ROOT = Path(__file__).parents[2]
@@ -35,18 +36,14 @@ def _outcome(node: str, place: str | None) -> tuple[str, str]:
     return (PASSED, "") if code == pytest.ExitCode.OK else (KILLED, errors[0] if errors else "failed")
 
 
-def run(wanted: Sequence[Mutant], *, processes: int, told: Callable[[str, Cells], None]) -> dict[str, Cells]:
-    """The cell of every mutant; the same tests must pass without one."""
+def run(wanted: Sequence[Mutant], *, processes: int) -> Iterator[Judged]:
+    """Every mutant under its test, which must pass without it."""
     mutants(OWN)
-    found: dict[str, Cells] = {}
     with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
         nodes = sorted({mutant.by for mutant in wanted})
         for node, (word, finding) in zip(nodes, pool.starmap(_outcome, [(node, None) for node in nodes]), strict=True):
             assert word == PASSED, f"{node} fails without a mutant: {finding}"
-        jobs = [(mutant.by, mutant.place) for mutant in wanted]
-        for mutant, outcome in zip(wanted, pool.starmap(_outcome, jobs, chunksize=1), strict=True):
-            cell = Cell(mutant.check)
-            cell.add(*outcome)
-            found[mutant.name] = {mutant.by: cell}
-            told(mutant.name, found[mutant.name])
-    return found
+        for mutant in wanted:
+            began, cell = time.monotonic(), Cell(mutant.check)
+            cell.add(*pool.apply(_outcome, (mutant.by, mutant.place)))
+            yield Judged(mutant.name, {mutant.by: cell}, time.monotonic() - began)

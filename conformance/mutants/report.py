@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from conformance import matrix
-from conformance.mutants.cells import Cell, Cells, killed_by, to_json
+from conformance.mutants.cells import Cell, Cells, Judged, killed_by, to_json
 from conformance.mutants.checks import NEVER_ALONE, NOT_RUN
 from conformance.mutants.loaders import EDITS
-from conformance.mutants.registry import CODEC, EXAMPLES, FAULTS, LIVE, OWN, RUNS, SEEDS, Mutant, mutants
+from conformance.mutants.registry import CODEC, EXAMPLES, FAULTS, LIVE, OWN, SEEDS, Mutant, mutants
 
 UNBROKEN = "unbroken"
 """The live engine without a mutant, in the results."""
@@ -22,26 +21,46 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "MUTANTS.md"
 COMMAND = "python -m conformance.mutants --write"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
-    """What a run found."""
+    """What was found of each mutant, in one run or several."""
 
-    made: Mapping[str, Any]
-    """Run -> how it was made: seconds by the clock, of all processes, and the versions of libraries."""
-    cells: Mapping[str, Cells]
+    libraries: str = ""
+    """What the last run ran with."""
+    cells: dict[str, Cells] = field(default_factory=dict)
     """Mutant -> its cells; those of the unbroken engine under its name."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Mutant -> what `Judged` says."""
+
+    def add(self, judged: Judged) -> None:
+        """Put in what was found of one mutant; of the unbroken engine, on one row of several."""
+        known = self.cells.get(judged.name, {}) if judged.name == UNBROKEN else {}
+        self.cells[judged.name] = {**known, **judged.cells}
+        before = self.seconds.get(judged.name, 0.0) if known else 0.0
+        self.seconds[judged.name] = round(before + judged.seconds, 1)
+
+    @property
+    def passed(self) -> set[str]:
+        """The rows of live engines on which the unbroken one was run."""
+        return {test.partition("[")[2].rstrip("]") for test in self.cells.get(UNBROKEN, {})}
 
     def write(self, path: Path = STORED) -> None:
-        """Store it."""
-        whole = {"made": self.made, "mutants": {name: to_json(cells) for name, cells in self.cells.items()}}
-        path.write_text(json.dumps(whole, indent=1) + "\n")
+        """Store it, without mutants that are no more."""
+        names = [*(mutant.name for mutant in mutants()), UNBROKEN]
+        found = {n: {"seconds": self.seconds[n], "tests": to_json(self.cells[n])} for n in names if n in self.cells}
+        path.write_text(json.dumps({"libraries": self.libraries, "mutants": found}, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path = STORED) -> Result:
-        """What was stored."""
+        """What was stored; nothing where nothing was."""
+        if not path.exists():
+            return cls()
         whole = json.loads(path.read_text())
-        cells = {name: {test: Cell(**cell) for test, cell in own.items()} for name, own in whole["mutants"].items()}
-        return cls(whole["made"], cells)
+        result = cls(whole["libraries"])
+        for name, found in whole["mutants"].items():
+            result.cells[name] = {test: Cell(**cell) for test, cell in found["tests"].items()}
+            result.seconds[name] = found["seconds"]
+        return result
 
 
 def survives(mutant: Mutant, cells: Cells) -> bool:
@@ -117,11 +136,12 @@ What a report says of one of them: [k and v swapped in a live engine](report-mut
 
 
 def _took(result: Result) -> str:
-    lines = [_row(["run", "mutants", "seconds", "CPU seconds of all processes", "with"]), _row(["---"] * 5)]
-    for run in RUNS:
-        made, count = result.made[run], sum(run == mutant.run for mutant in mutants(run))
-        lines.append(_row([run, *(str(v) for v in (count, made["seconds"], made["cpu_seconds"], made["libraries"]))]))
-    return "\n".join(lines)
+    lines = [_row(["run", "mutants", "seconds"]), _row(["---"] * 3)]
+    for run, how in ((CODEC, "of processor time"), (LIVE, "by the clock, starts apart"), (OWN, "by the clock")):
+        names = [mutant.name for mutant in mutants(run)] + ([UNBROKEN] if run == LIVE else [])
+        seconds = round(sum(result.seconds[name] for name in names))
+        lines.append(_row([run, str(len(mutants(run))), f"{seconds} {how}"]))
+    return "\n".join([*lines, "", f"With {result.libraries}."])
 
 
 def _unbroken(result: Result) -> int:
