@@ -18,8 +18,10 @@ from torch import distributed
 
 from conformance.live.probe import Probe
 from refdelta.vllm import anchor, backend, session, shares, target, update
+from tests.live.variables import FAULT
 
-FAULT = "REFDELTA_TEST_FAULT"
+FAULTS = Path(os.environ[FAULT])
+"""Only an engine under test has one: imported anywhere else, this module would break the backend for every test after."""
 
 _calls: dict[str, int] = {}
 
@@ -29,7 +31,7 @@ def _rank() -> int:
 
 
 def _fail_if_due(point: str) -> None:
-    text = Path(os.environ[FAULT]).read_text()
+    text = FAULTS.read_text()
     fault: dict[str, Any] = json.loads(text) if text else {}
     if fault.get("point") != point or _rank() not in fault["ranks"]:
         return

@@ -25,8 +25,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from conformance.live.probe import Probe
+from tests.live.variables import FAULT
 
-FAULT = "REFDELTA_TEST_FAULT"
 NAME = "raising"
 PARTS = ("model.norm.weight", "model.layers.0.input_layernorm.weight")
 """Two whole parameters of every rank, of non-zero values; a version is a number that is added to both."""

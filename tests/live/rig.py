@@ -15,7 +15,7 @@ from conformance.live import changes, judge
 from conformance.live.runner import START_TIMEOUT, Host, environment
 from conformance.live.truth import Truths
 from refdelta import Delta, DeltaEncoder, write_delta
-from tests.live.faults import FAULT
+from tests.live.variables import FAULT
 
 
 @dataclass

@@ -19,7 +19,7 @@ import pytest
 
 from conformance import checkpoints, oracle
 from conformance.live.runner import START_TIMEOUT, Host, HostError, environment
-from tests.live.faults import FAULT
+from tests.live.variables import FAULT
 from tests.live.test_transactions import PROMPTS, changed, info
 from tests.protocol.chance import Fault, Scripted
 from tests.protocol.explore import LIE, MIXTURE, PROPERTIES, REPLY, STUCK, Protocol, explore, perform

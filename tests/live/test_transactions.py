@@ -16,7 +16,7 @@ import torch
 from conformance import checkpoints, oracle
 from conformance.checkpoints import State
 from conformance.live.runner import START_TIMEOUT, Host, HostDied, HostError, environment
-from tests.live.faults import FAULT
+from tests.live.variables import FAULT
 
 PROMPTS = [[5, 9, 14, 2, 77, 31]]
 
