@@ -68,6 +68,7 @@ OF_CHECK: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("first_element", "last_element", "shard_boundaries", "special_values", "behaviour"), ("live",)),
     **dict.fromkeys(("malformed_second", "unknown_name", "wrong_shape"), ("transactional",)),
     **dict.fromkeys(("one_rank_fails", "separate_tied"), ("transactional",)),
+    "versions": ("transactional",),
     "server": ("served",),
 }
 """Levels of the tests of a check."""

@@ -59,6 +59,7 @@ LIVE_CHECKS = {
     "wrong_shape": "shapes that the checkpoint lacks are refused",
     "one_rank_fails": "one rank must refuse, and no rank writes",
     "separate_tied": "tied tensors are not separated",
+    "versions": "what a delta's lineage states is held against what the engine holds; versions, parts, anchors",
     "server": "the same behind the routes of an HTTP server",
 }
 """The checks of live engines: id -> statement."""

@@ -70,7 +70,7 @@ def test_writing_experts_as_loaded_is_caught(zygote: Host, tmp_path: Path) -> No
         (tmp_path / name).mkdir()
     job = {"start": {"checkpoint": str(fresh), "tp": 1}, "prompts": [], "out": str(tmp_path / "truth")}
     zygote.call("forked_truths", timeout=START_TIMEOUT, jobs=[job], at_once=1, limit_s=START_TIMEOUT)
-    env = environment(plugins="refdelta", modules=("tests.live.unmapped_experts",))
+    env = environment(plugins="refdelta", modules=("conformance.mutants.live:experts_as_loaded",))
     with Host(env, tmp_path / "log") as host:
         host.call("start", timeout=START_TIMEOUT, checkpoint=str(checkpoint.directory), tp=1, backend="delta_snapshot")
         assert host.call("sync", info={"target_weights_path": str(tmp_path / "delta")}) is None

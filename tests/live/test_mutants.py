@@ -1,4 +1,7 @@
-"""The live suite fails on every broken backend, in the check that is there to catch it, and says where."""
+"""Every broken live engine is killed by the test that is meant for it, on one engine for each row.
+
+The whole matrix: ``python -m conformance.mutants --write``.
+"""
 
 from __future__ import annotations
 
@@ -9,56 +12,49 @@ from pathlib import Path
 
 import pytest
 
+from conformance.mutants.registry import LIVE, mutants
+
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(1200)
+def test_every_mutant_is_killed_by_its_own_test() -> None:
+    command = [sys.executable, "-m", "conformance.mutants", "--kind", LIVE, "--quick", "--seeds", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1180, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    told = {line.partition(" [")[0] for line in done.stdout.splitlines()}
+    assert {mutant.name for mutant in mutants(LIVE)} <= told
 
 
 @dataclass(frozen=True, slots=True)
 class Caught:
-    """A mutant, and how the suite must report it."""
+    """A mutant by option, and how the suite must report it."""
 
     mutant: str
-    """A function of `tests.live.mutants`."""
-    check: str
-    """The check that fails, and the only one that is run."""
+    """A function of `conformance.mutants.live`."""
+    node: str
     finding: str
-    """Text of the finding."""
-    row: str = "qwen3-untied-tp1"
-    file: str = "test_live.py"
 
 
 CASES = (
-    Caught("fused_weights_skipped", "every_tensor", "rank 0 model.layers.0.mlp.gate_up_proj.weight at "),
-    Caught("k_and_v_swapped", "every_tensor", "rank 0 model.layers.0.self_attn.qkv_proj.weight at "),
-    Caught("q_norm_and_k_norm_swapped", "every_tensor", "rank 0 model.layers.0.self_attn.k_norm.weight at "),
-    Caught("values_added", "every_tensor", "rank 0 lm_head.weight at "),
-    Caught("encoded_by_value", "special_values", "expected 0x8000, found 0x0000"),
-    Caught("written_by_value", "special_values", "expected 0x8000, found 0x0000"),
-    Caught("second_rank_gets_first_rows", "every_tensor", "rank 1 model.layers.0.", "qwen3-untied-tp2"),
-    Caught("first_rank_raises_alone", "one_rank_fails", "after a refusal, expected the echo", "qwen3-untied-tp2"),
+    Caught(
+        "k_and_v_swapped",
+        "test_live.py::test_every_tensor[qwen3-untied-tp1]",
+        "rank 0 model.layers.0.self_attn.qkv_proj.weight at ",
+    ),
     Caught(
         "linear_weights_held_by_value",
-        "behaviour",
+        "test_live_setups.py::test_behaviour[qwen3-tied-lora-tp1]",
         "the answers do not read mlp.down_proj",
-        "qwen3-tied-lora-tp1",
-        "test_live_setups.py",
     ),
 )
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.mutant)
-def test_mutant_is_caught(case: Caught, tmp_path: Path) -> None:
-    node = f"conformance/{case.file}::test_{case.check}[{case.row}]"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        node,
-        "--engine",
-        "vllm",
-        "--mutant",
-        f"tests.live.mutants:{case.mutant}",
-    ]
+def test_a_mutant_by_option_is_reported(case: Caught, tmp_path: Path) -> None:
+    node, place = f"conformance/{case.node}", f"conformance.mutants.live:{case.mutant}"
+    command = [sys.executable, "-m", "pytest", node, "--engine", "vllm", "--mutant", place]
     options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'run'}"]
     run = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=380, check=False)
     assert run.returncode == 1, run.stdout[-4000:] + run.stderr[-2000:]

@@ -24,6 +24,7 @@ from conformance import checkpoints
 from conformance.checkpoints import Checkpoint, State
 from conformance.live.judge import read_dumps
 from conformance.live.runner import START_TIMEOUT, Host
+from conformance.mutants.loader_run import numbers_of
 from conformance.position_code import Code, Numbers, Reading, read
 from refdelta.families.reasons import OTHER_RANKS
 from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo, layout_from_config
@@ -57,21 +58,6 @@ def _summed(tables: list[list[int]]) -> NDArray[np.int64]:
     for table in tables:
         total = (total[:, None] + np.array(table, np.int64)).reshape(-1)
     return total
-
-
-def numbers_of(layout: LayoutMap, code: Code) -> dict[str, Numbers]:
-    """What the parameters hold according to a map, right after loading; an element written twice fails."""
-    held = {name: np.zeros(info.numel, np.int64) for name, info in layout.params.items()}
-    for region in layout.regions:
-        target = _view(held[region.param], region.param_box)
-        assert not target.any(), f"{region.source} writes into {region.param} where another tensor did"
-        target[...] = _view(code.numbers(region.source), region.source_box)
-    return held
-
-
-def _view(flat: Numbers, box: Box) -> Numbers:
-    strides = [8 * stride for stride in box.strides]
-    return np.lib.stride_tricks.as_strided(flat[box.offset :], box.shape, strides)
 
 
 def rearranged(held: Mapping[str, Numbers], traced: Traced, reading: Reading) -> dict[str, Numbers]:

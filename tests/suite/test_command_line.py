@@ -328,7 +328,7 @@ def test_other_packages_tests_are_left_alone(tmp_path: Path) -> None:
 
 def test_engine_from_the_working_directory(tmp_path: Path) -> None:
     """An adopter's module lies beside their own code."""
-    (tmp_path / "mine.py").write_text("from tests.suite.broken import Plain\nCODEC = Plain()\n")
+    (tmp_path / "mine.py").write_text("from conformance.mutants.right import Plain\nCODEC = Plain()\n")
     chapter = str(CONFORMANCE / "test_codec_counted.py")
     outcome = run(*QUIET, chapter, "--engine", "mine:CODEC", cwd=tmp_path)
     assert outcome.code == pytest.ExitCode.OK, outcome.text

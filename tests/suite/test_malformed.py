@@ -9,8 +9,8 @@ import pytest
 from conformance import oracle
 from conformance.driving import refusal
 from conformance.malformed import FAULTS, PATCHES, STATE
+from conformance.mutants.right import Plain
 from refdelta.spec import Reason
-from tests.suite.broken import Plain
 
 TOTAL = oracle.total_elements(STATE)
 

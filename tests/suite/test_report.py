@@ -20,9 +20,9 @@ from conformance.matrix import CODEC_CHECKS, CODEC_PROVES
 from tests.suite.runs import CONFORMANCE, QUIET, run_all
 
 RUNS = {
-    "passing": ("Plain", ("counted", "declines")),
-    "failing": ("DropsNegativeZero", ("counted", "bit_exact", "inverts")),
-    "missing": ("MissesLastElement", ("minimal",)),
+    "passing": ("right:Plain", ("counted", "declines")),
+    "failing": ("appliers:DropsNegativeZero", ("counted", "bit_exact", "inverts")),
+    "missing": ("encoders:MissesLastElement", ("minimal",)),
 }
 
 
@@ -34,7 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (engine, chapters) in RUNS.items():
         tests = [str(CONFORMANCE / f"test_codec_{chapter}.py") for chapter in chapters]
         files = [f"--report={out / name}.json", f"--html={out / name}.html", f"--junitxml={out / name}.xml"]
-        arguments.append([*QUIET, *tests, "--engine", f"tests.suite.broken:{engine}", *files])
+        arguments.append([*QUIET, *tests, "--engine", f"conformance.mutants.{engine}", *files])
     run_all(arguments, out)
     return out
 
@@ -96,7 +96,7 @@ def test_failures_come_first_and_have_fields(made: Path) -> None:
     assert property_["blob"].startswith("@reproduce_failure(")
     assert "Failing test case: test_round_trip(" in property_["example"]
     expected = (
-        "python -m pytest --pyargs conformance.test_codec_bit_exact::test_round_trip --engine tests.suite.broken:"
+        "python -m pytest --pyargs conformance.test_codec_bit_exact::test_round_trip --engine conformance.mutants."
     )
     assert property_["reproduce"].startswith(expected)
 

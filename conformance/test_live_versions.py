@@ -1,0 +1,212 @@
+"""Versions in a live engine: what a delta's lineage states is held against what the engine holds.
+
+For backends with the capability `lineage`. Deltas are the oracle's, digests those of `conformance.digests`; each check
+begins from the state that the last one left. Anchors are refdelta's own way to load a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from conformance import checkpoints, digests, oracle
+from conformance.checkpoints import State
+from conformance.findings import require
+from conformance.live import changes
+from conformance.live.backends import backend_of
+from conformance.live.row import Row
+from conformance.live.truth import Truths
+from conformance.options import Options
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.check("versions"),
+    pytest.mark.needs("lineage"),
+]
+MODEL = "qwen3-untied"
+ELSEWHERE = "rd1:0123456789abcdef"
+"""A digest of no state here."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    params = [pytest.param(tp, marks=pytest.mark.row(f"{MODEL} tp={tp}"), id=f"{MODEL}-tp{tp}") for tp in (1, 2)]
+    metafunc.parametrize("row", params, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def row(
+    request: pytest.FixtureRequest,
+    options: Options,
+    offered: frozenset[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Row]:
+    """The engine under test and its fresh ones."""
+    tp, scratch = request.param, tmp_path_factory.mktemp("versions")
+    if options.checkpoint or tp not in options.tp:
+        pytest.skip("versions are judged on the suite's own checkpoint, at the sizes of --tp")
+    truths = Truths(tmp_path_factory.mktemp("truth"))
+    made = Row(checkpoints.make(MODEL, scratch / "base"), tp, backend_of(options, offered), truths, scratch)
+    yield made
+    made.close()
+    truths.close()
+
+
+@pytest.fixture
+def live(row: Row) -> Row:
+    """The row with an engine that holds its current state."""
+    row.ready()
+    return row
+
+
+class Trainer:
+    """Says of each delta what a trainer would say whose run begins at the row's current state."""
+
+    def __init__(self, live: Row) -> None:
+        self.live = live
+        self.run, self.version = f"run-{uuid.uuid4().hex[:8]}", 0
+
+    def next(self, seed: str) -> State:
+        """A state after the current one."""
+        return changes.every_tensor(self.live.current, f"version {seed}", self.live.aliases)
+
+    def draft(self, target: State, patches: Sequence[oracle.Patch] | None = None, **fields: object) -> oracle.Draft:
+        """The next version's delta, all that there is to say said of it, but for ``fields``."""
+        lineage = {
+            "run_id": self.run,
+            "version": self.version + 1,
+            "base_version": self.version,
+            "base_digest": digests.state_digest(self.live.current),
+            "digest": digests.state_digest(target),
+        } | fields
+        made = self.live.draft(self.live.patches(target) if patches is None else patches)
+        made.metadata["lineage"] = {key: value for key, value in lineage.items() if value is not None}
+        return made
+
+    def publishes(self, seed: str) -> None:
+        """The next version is taken."""
+        target = self.next(seed)
+        self.live.accepts(target, self.live.write(self.draft(target)))
+        self.version += 1
+
+
+def test_versions_follow_each_other(live: Row) -> None:
+    """Two versions, an empty one, and the one after it."""
+    trainer = Trainer(live)
+    trainer.publishes("one")
+    trainer.publishes("two")
+    live.accepts(live.current, live.write(trainer.draft(live.current)))
+    trainer.version += 1
+    trainer.publishes("three")
+
+
+def test_another_base_is_refused(live: Row) -> None:
+    """A version missed or repeated from the past, other weights, another run that states no weights."""
+    trainer = Trainer(live)
+    trainer.publishes("base one")
+    trainer.publishes("base two")
+    target = trainer.next("base three")
+    for fields in (
+        {"base_version": 7, "version": 8, "base_digest": None},
+        {"base_version": 1, "base_digest": None},
+        {"base_digest": ELSEWHERE},
+        {"run_id": "another run", "base_digest": None},
+    ):
+        live.refuses_delta(trainer.draft(target, **fields), "base_mismatch")
+    trainer.publishes("base three")
+
+
+def test_another_result_is_refused(live: Row) -> None:
+    """The digest that is stated is not that of the change."""
+    trainer = Trainer(live)
+    trainer.publishes("result one")
+    target = trainer.next("result two")
+    live.refuses_delta(trainer.draft(target, digest=ELSEWHERE), "digest_mismatch")
+    trainer.publishes("result two")
+
+
+def test_a_failed_update_keeps_the_version(live: Row) -> None:
+    """After a refusal the same version is taken again, and the one after it."""
+    trainer = Trainer(live)
+    trainer.publishes("kept one")
+    target = trainer.next("kept two")
+    good = live.patches(target)
+    spoilt = trainer.draft(target)
+    spoilt.replace(f"{len(good) - 1}.indices", lambda entry: oracle.Entry(entry.key, "F32", entry.shape, entry.data))
+    live.refuses_delta(spoilt, "bad_indices")
+    trainer.publishes("kept two")
+    trainer.publishes("kept three")
+
+
+def test_a_repeated_version_changes_nothing(live: Row) -> None:
+    """A sender that heard no answer sends again; the same version with other weights is refused."""
+    trainer = Trainer(live)
+    target = trainer.next("repeated")
+    delta, other = trainer.draft(target), trainer.draft(target, digest=ELSEWHERE)
+    live.accepts(target, live.write(delta))
+    live.accepts(target, live.write(delta))
+    live.refuses_delta(other, "base_mismatch", "digest_mismatch")
+    trainer.version += 1
+    trainer.publishes("after the repetition")
+
+
+def test_parts_are_one_update(live: Row) -> None:
+    """One part of two is refused, and one part twice; both are taken in either order."""
+    trainer = Trainer(live)
+    trainer.publishes("parts one")
+    for order in ((0, 1), (1, 0)):
+        target = trainer.next(f"parts {order}")
+        patches = live.patches(target)
+        parts = [live.write(trainer.draft(target, patches[i::2], part=[i, 2])) for i in range(2)]
+        for incomplete in ([parts[0]], [parts[1]], [parts[0], parts[0]]):
+            live.ready()
+            _is_incomplete(live, _session(live, incomplete))
+        live.ready()
+        found = _session(live, [parts[i] for i in order])
+        require(found is None, "update", expected="taken", found=found, context=f"{live.name}: both parts")
+        live.current = target
+        live.holds_current()
+        trainer.version += 1
+    trainer.publishes("parts three")
+
+
+def _session(live: Row, deltas: Sequence[Path]) -> str | None:
+    """Several deltas in one update; the error's text, or None."""
+    live.call("pause")
+    try:
+        live.call("start_update")
+        for delta in deltas:
+            live.call("update", info=live.backend.info(delta))
+        live.call("finish")
+    except AssertionError as error:
+        return str(error)
+    finally:
+        live.call("resume")
+    return None
+
+
+def _is_incomplete(live: Row, found: str | None) -> None:
+    require(found is not None, "refusal", expected="a refusal (incomplete)", found="taken", context=live.name)
+    if live.backend.offers("reasons"):
+        require("[incomplete]" in str(found), "reason", expected="incomplete", found=found, context=live.name)
+    live.holds_current()
+
+
+def test_an_anchor_replaces_everything(live: Row) -> None:
+    """A whole checkpoint as version 12, by refdelta's backend alone; what follows is based on that version."""
+    if not live.backend.ours:
+        pytest.skip("anchors are refdelta's own")
+    Trainer(live).publishes("before the anchor")
+    trainer = Trainer(live)
+    target, trainer.version = trainer.next("anchor"), 12
+    place = live.checkpoint.directory.with_name(f"anchor-{uuid.uuid4().hex}")
+    directory = checkpoints.with_state(live.checkpoint.directory, target, place)
+    found = live.sync({"target_weights_path": str(directory), "run_id": trainer.run, "version": trainer.version})
+    require(found is None, "update", expected="taken", found=found, context=f"{live.name}: an anchor")
+    live.current = target
+    live.holds_current()
+    stale = trainer.draft(trainer.next("stale"), base_version=11, base_digest=None)
+    live.refuses(live.backend.info(live.write(stale)), frozenset({"base_mismatch"}))
+    trainer.publishes("after the anchor")

@@ -1,0 +1,75 @@
+"""The example of a backend on vLLM's own patch loader: what it offers passes, and the suite shows what it cannot do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HOME = Path(__file__).parents[2] / "examples" / "native_backend"
+SUITE = Path(__file__).parents[2] / "conformance" / "test_live.py"
+ROWS = {
+    "qwen3-untied-tp1": ("every_tensor", "special_values", "declined", "malformed_second", "unknown_name"),
+    "qwen3-tied-both-tp1": ("every_tensor", "separate_tied"),
+    "qwen3-moe-tp1": ("every_tensor", "declined"),
+    "gemma4-text-tp1": ("every_tensor",),
+    "qwen3-untied-tp2": ("every_tensor", "one_rank_fails"),
+}
+DECLINED = {("every_tensor", "qwen3-moe-tp1"): "experts", ("one_rank_fails", "qwen3-untied-tp2"): "per_rank"}
+"""What is skipped, and the capability that it would need."""
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of one run over the rows."""
+    report = tmp_path_factory.mktemp("native") / "report.json"
+    nodes = [f"{SUITE}::test_{check}[{row}]" for row, checks in ROWS.items() for check in checks]
+    backend = ["--backend", "native", "--plugin", "native_backend:register", "--update-info", '{"delta": "{path}"}']
+    options = ["--engine", "vllm", *backend, "--report", str(report), "-q", "-p", "no:cacheprovider"]
+    path = os.pathsep.join([str(SUITE.parents[1]), str(HOME)])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *nodes, *options],
+        cwd=HOME,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=880,
+        check=False,
+    )
+    assert report.exists(), done.stdout[-3000:] + done.stderr[-3000:]
+    parsed: dict[str, Any] = json.loads(report.read_text())
+    return parsed | {"code": done.returncode, "text": done.stdout}
+
+
+@pytest.mark.timeout(900)
+def test_what_it_offers_passes(document: dict[str, Any]) -> None:
+    outcomes: dict[tuple[str, str], str] = {}
+    for test in document["tests"]:
+        found = re.fullmatch(r"test_live\.py::test_(\w+)\[(.+)\]", test["id"])
+        if found and test["outcome"] != "not run":
+            outcomes[found[1], found[2]] = test["outcome"]
+    expected = {(check, row): "passed" for row, checks in ROWS.items() for check in checks}
+    assert outcomes == expected | dict.fromkeys(DECLINED, "skipped"), document["text"][-4000:]
+    assert document["code"] == 0
+
+
+@pytest.mark.timeout(900)
+def test_what_it_cannot_do_is_said(document: dict[str, Any]) -> None:
+    """Skips name the capability; of the levels the one that needs a rollback is declined."""
+    for capability in DECLINED.values():
+        assert f"does not declare the capability {capability!r}" in document["text"]
+    verdicts = {level["id"]: level["verdict"] for level in document["levels"]}
+    assert verdicts["transactional"] == verdicts["served"] == "declined"
+
+
+def test_it_uses_vllm_alone() -> None:
+    imported: set[str] = set()
+    for file in (HOME / "native_backend").glob("*.py"):
+        imported |= set(re.findall(r"^\s*(?:import|from) (\w+)", file.read_text(), re.MULTILINE))
+    assert imported - sys.stdlib_module_names == {"vllm", "torch", "safetensors", "native_backend"}
