@@ -21,7 +21,7 @@ from refdelta.vllm import anchor, backend, session, shares, target, update
 from tests.live.variables import FAULT
 
 FAULTS = Path(os.environ[FAULT])
-"""Only an engine under test has one: imported anywhere else, this module would break the backend for every test after."""
+"""Only an engine under test has one: imported elsewhere, this module would break the backend for every later test."""
 
 _calls: dict[str, int] = {}
 

@@ -19,8 +19,8 @@ import pytest
 
 from conformance import checkpoints, oracle
 from conformance.live.runner import START_TIMEOUT, Host, HostError, environment
-from tests.live.variables import FAULT
 from tests.live.test_transactions import PROMPTS, changed, info
+from tests.live.variables import FAULT
 from tests.protocol.chance import Fault, Scripted
 from tests.protocol.explore import LIE, MIXTURE, PROPERTIES, REPLY, STUCK, Protocol, explore, perform
 from tests.protocol.model import Engine, Native, Refdelta, State, Worker

@@ -1,4 +1,4 @@
-"""Names that a test and the engines under it share; a module of its own, because `faults` and `raising` patch on import."""
+"""Names that a test and the engines under it share; on their own, since `faults` and `raising` patch on import."""
 
 FAULT = "REFDELTA_TEST_FAULT"
 """The environment variable that names the JSON file with the faults."""
