@@ -4,8 +4,10 @@
 #   make setup PYTHON=python3.12        the Python to build .venv with
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test conformance lint clean
+.PHONY: help setup test conformance lint clean side-by-side tests-live tests-other
+ifneq ($(MAKECMDGOALS),side-by-side)
 .NOTPARALLEL:
+endif
 
 ENGINE ?= auto
 ARGS ?=
@@ -26,7 +28,22 @@ lint: setup  ## ruff and mypy
 	$(RUN) mypy
 
 test: lint  ## everything but the live conformance run
+ifeq ($(strip $(ARGS)),)
+	@echo "tests-other and tests-live run side by side; each prints what it said when it ends"
+	@$(MAKE) --no-print-directory -j2 -k --output-sync=target side-by-side
+else
 	$(RUN) pytest tests/ $(ARGS)
+	$(RUN) pytest conformance/ --engine reference
+endif
+
+side-by-side: tests-live tests-other
+
+# Engines at work wait for each other much of the time; the rest fills the gaps.
+tests-live:
+	$(RUN) pytest tests/live
+
+tests-other:
+	$(RUN) pytest tests/ --ignore tests/live
 	$(RUN) pytest conformance/ --engine reference
 
 conformance: setup  ## the conformance suite against a live vLLM engine

@@ -114,6 +114,15 @@ def test_make_test_sets_up_then_runs_everything_but_the_live_suite() -> None:
     ]
 
 
+def test_make_test_runs_live_tests_beside_the_others() -> None:
+    """Nothing is left out by being told apart, and nothing but the two runs at once."""
+    assert {"pytest tests/live", "pytest tests/ --ignore tests/live", "pytest conformance/ --engine reference"} <= {
+        *recipe("test", "PYTHON=python3")
+    }
+    (side,) = (line for line in recipe("test", "PYTHON=python3") if "side-by-side" in line and "-j" in line)
+    assert {"-j2", "-k"} <= {*side.split()}
+
+
 def test_make_conformance_sets_up_then_runs_the_live_suite() -> None:
     assert recipe("conformance", "PYTHON=python3", "ENGINE=vllm", "ARGS=--tp 1") == [
         "python3 scripts/setup_env.py --engine vllm",
