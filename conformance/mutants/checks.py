@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-NEVER_ALONE: Mapping[str, str] = {}
+_HISTORIES = "random histories (`bit_exact`) do it too, among everything else; this check"
+NEVER_ALONE: Mapping[str, str] = {
+    "idempotent": f"{_HISTORIES} says which promise was broken, for one delta at a time, also another writer's",
+    "minimal": "what is sent in excess, or not at all, also changes size (`density_bound`), bytes (`canonical`, a"
+    " capability) or result; this check names the tensor and the position",
+    "deterministic": "bytes that change cannot be the canonical ones; an engine that does not offer `canonical` still"
+    " has to repeat its own",
+    "counted": "the written vectors compare the metadata whole (`canonical`, a capability); this check tells which",
+    "composes": f"{_HISTORIES} states the promise alone, for given vectors and drawn chains",
+    "inverts": f"{_HISTORIES} states the promise alone, for given vectors, and for another writer's delta",
+}
 """Check -> why it is kept, of those that never kill alone."""
 
 NOT_RUN: Mapping[str, str] = {

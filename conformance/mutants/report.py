@@ -125,10 +125,10 @@ Survivors: {", ".join(survivors) or "none"}.
 They stand for {count} kinds of faults that were seen in public; where a line has no fault, the mutant breaks an
 invariant of the format alone. Codecs ran under {SEEDS[CODEC]} seeds of Hypothesis, with {EXAMPLES} examples for each
 property (100 where the test that must kill needs them; whole histories under 4 seeds). Live engines ran under
-{SEEDS[LIVE]} seeds (as many first states and sets of changes; other tests than the one that must kill up to their first
-kill), on one engine for each row, which an anchor resets before each test. The engine without a mutant passed the same
-live tests ({runs}), and the codec that the broken ones are made from passes all codec tests. Router and applier
-mutants of live engines turn off what the backend checks of itself, so that it is the suite that finds them.
+{SEEDS[LIVE]} seeds (as many first states and sets of changes; tests other than the one that must kill under one), on
+one engine for each row, which an anchor resets before each test. The engine without a mutant passed the same live tests
+({runs}), and the codec that the broken ones are made from passes all codec tests. Router and applier mutants of live
+engines turn off what the backend checks of itself, so that it is the suite that finds them.
 
 {_took(result)}
 

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 __all__ = ["PROVEN_KERNELS", "as_loaded", "expert_layers", "kernel", "loaded", "reads_live_weights", "run_post_load"]
 
-PROVEN_KERNELS = frozenset({"CPUUnquantizedExperts(vec)"})
+PROVEN_KERNELS = frozenset({"CPUUnquantizedExperts(vec)", "X86CPUUnquantizedExperts(amx)"})
 """Kernels whose post-load step permutes what was loaded and pads it with zeros, and that read the live weight.
 
-Both are shown again at every start, for every layer. Live deltas were run on ``vec`` only; of ``amx`` the packing
-function was seen to be a permutation, on a machine without AMX, so it waits for a live proof.
+Both are shown again at every start, for every layer. The second is what vLLM takes on a CPU with AMX.
 """
 
 

@@ -207,6 +207,12 @@ class CPUUnquantizedExperts:
     isa = "vec"
 
 
+class X86CPUUnquantizedExperts:
+    """The one that vLLM takes on a CPU with AMX."""
+
+    isa = "amx"
+
+
 class FlashInferExperts:
     """A kernel that was not."""
 
@@ -228,7 +234,7 @@ def with_experts(*kernels: object) -> nn.Module:
 
 def test_experts_are_judged_by_their_kernel() -> None:
     """A proven kernel passes; another one is named, and so is a proven class that packs otherwise or not at all."""
-    check_engine(proven(), with_experts(CPUUnquantizedExperts(), CPUUnquantizedExperts()))
+    check_engine(proven(), with_experts(CPUUnquantizedExperts(), X86CPUUnquantizedExperts()))
     found = refusal(proven(), with_experts(CPUUnquantizedExperts(), FlashInferExperts()))
     assert found.startswith("moe_kernel=FlashInferExperts: ")
     other = CPUUnquantizedExperts()
