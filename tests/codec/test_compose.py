@@ -273,6 +273,9 @@ def test_layer_digests_are_those_after_the_last_change() -> None:
     silent = compose([at(1, "a"), at(2, "b")]).lineage
     assert silent is not None
     assert silent.layer_digests is None
+    partly = compose([one, at(2, "b")]).lineage
+    assert partly is not None
+    assert partly.layer_digests == {"a": "rd1:a1", "c": "rd1:c1"}
 
 
 # Parts of one update
@@ -337,6 +340,12 @@ def test_parts_that_are_not_a_whole() -> None:
     refused(Reason.SHAPE_MISMATCH, lambda: join([zero, part(1, 2, patch([2], 6, shape=(3, 2)))]))
     refused(Reason.BAD_OPTION, lambda: join([]))
     assert content(join([one, zero])) == [("w", [1, 2], [5, 6])]
+
+
+def test_the_first_position_in_two_parts_is_named() -> None:
+    zero, one = part(0, 2, patch([1, 2, 4], 5, 6, 7)), part(1, 2, patch([2, 3, 4], 6, 7, 8))
+    error = refused(Reason.INCOMPLETE, lambda: join([zero, one]))
+    assert error.detail.startswith("position 2 is ")
 
 
 def test_a_whole_delta_is_its_own_only_part() -> None:
