@@ -97,6 +97,7 @@ def test_it_runs_in_an_empty_directory_and_leaves_it_so(installed: Path, way: st
     assert found.code == Exit.PASSED, found.text[-4000:]
     assert found.words()["counted"] == "pass"
     assert "live tests deselected" in found.text or way == "one module"
+    assert "PytestAssertRewriteWarning" not in found.text
     assert report.exists()
     assert not list(cwd.iterdir())
 
