@@ -16,7 +16,7 @@ from torch import Tensor
 from refdelta import bits
 from refdelta.apply import apply_delta
 from refdelta.digest import ZERO, add, layer_digests, roll_digest
-from refdelta.files import new_directory, write_file, write_hashed
+from refdelta.files import check_target, new_directory, write_file, write_hashed
 from refdelta.regions import TensorInfo
 from refdelta.spec import (
     DELTA_FILE,
@@ -187,6 +187,11 @@ def write_delta(delta: Delta, path: str | os.PathLike[str], *, overwrite: bool =
         sha256 = write_hashed(folder / DELTA_FILE, _payload(header, patches))
         write_file(folder / METADATA_FILE, [_metadata_bytes(delta, patches, sha256)])
     return target
+
+
+def check_output(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Raise `DeltaError` (target_exists, write_failed) where `write_delta` would, before there is a delta."""
+    check_target(Path(path), _is_delta_directory if overwrite else None)
 
 
 def canonical_payload(delta: Delta) -> Iterator[bytes | memoryview]:

@@ -33,6 +33,7 @@ from refdelta.spec import DeltaError, Reason
 __all__ = [
     "LEFTOVER_AGE_S",
     "Folder",
+    "check_target",
     "new_bytes",
     "new_directory",
     "new_file",
@@ -159,6 +160,16 @@ def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
 
 Replaceable = Callable[[Path], bool]
 """Whether what is at a path may be replaced."""
+
+
+def check_target(target: Path, replaceable: Replaceable | None = None) -> None:
+    """Raise what `new_directory` and `new_file` would of ``target``, for callers with much work to do before."""
+    _check_target(target, replaceable)
+    parent = target.parent
+    if not parent.is_dir():
+        raise DeltaError(Reason.WRITE_FAILED, f"{target}: there is no directory {parent}")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise DeltaError(Reason.WRITE_FAILED, f"{target}: nothing can be written into {parent}")
 
 
 @contextmanager
