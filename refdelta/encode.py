@@ -31,6 +31,8 @@ from refdelta.spec import (
     Lineage,
     Reason,
     TensorPatch,
+    check_delta,
+    check_path,
     index_dtype,
 )
 from refdelta.state import Weights, total_elements, tracked
@@ -88,6 +90,7 @@ class DeltaEncoder:
 
     def commit(self, delta: Delta) -> None:
         """Move the baseline by ``delta``; `DeltaError` and an unmoved baseline if it does not fit."""
+        check_delta(delta)
         total = total_elements(self._baseline)
         if delta.total_elements != total:
             detail = f"total_elements: the baseline has {total}, the delta says {delta.total_elements}"
@@ -179,6 +182,8 @@ def write_delta(delta: Delta, path: str | os.PathLike[str], *, overwrite: bool =
     when there is anything at ``path`` (with ``overwrite``: anything but a directory with at most a delta's two files),
     write_failed when the file system refuses, or what is wrong with the delta.
     """
+    check_delta(delta)
+    check_path("path", path)
     target = Path(path)
     patches = [_canonical(patch) for patch in sorted(delta.patches, key=lambda patch: patch.name)]
     header = _header_bytes(patches)

@@ -107,12 +107,31 @@ def test_phases_are_returned_and_logged(server: FakeServer, caplog: pytest.LogCa
     assert all(f"{phase} " in line for phase in seconds)
 
 
-@pytest.mark.parametrize(("arguments", "named"), [({"kv": "drop"}, "kv"), ({"delta": []}, "no delta")])
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"kv": "drop"}, "kv"),
+        ({"delta": []}, "no delta"),
+        ({"delta": None}, "delta: expected a path, or several, found NoneType"),
+        ({"delta": ["/d1", None]}, "delta: expected a path, found NoneType"),
+        ({"weight_version": 5}, "weight_version: expected a text or None, found int 5"),
+    ],
+)
 def test_bad_arguments_reach_no_engine(server: FakeServer, arguments: dict[str, Any], named: str) -> None:
     error = refused(lambda: server.client().sync(**{"delta": "/d1", **arguments}))
     assert error.reason is Reason.BAD_OPTION
     assert named in error.detail
     assert server.calls == []
+
+
+def test_an_anchor_or_an_engine_of_another_type(server: FakeServer) -> None:
+    error = refused(lambda: server.client().anchor(None))  # type: ignore[arg-type]
+    assert (error.reason, error.detail) == (Reason.BAD_OPTION, "checkpoint: expected a path, found NoneType")
+    assert server.calls == []
+    for engine in (None, FakeLLM()):
+        error = refused(lambda engine=engine: Client(engine))  # type: ignore[misc]
+        expected = "engine: expected a URL, or an Engine such as LocalEngine(llm), found "
+        assert (error.reason, error.detail) == (Reason.BAD_OPTION, expected + type(engine).__name__)
 
 
 # --- answers that are none ---------------------------------------------------------------------------------------
