@@ -6,9 +6,11 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import typer
 
+from refdelta.cli import INTERRUPTED
 from refdelta.cli.output import REFUSED, print_error
 
 _NEEDS_EXTRA = 3
@@ -19,7 +21,8 @@ _NEEDED = ("conformance", "pytest", "hypothesis")
 HELP = """Usage: refdelta conformance [--engine NAME] [OPTIONS] [PYTEST OPTIONS]
 
 Judge an engine by the conformance suite. Exit 0: passed; 1: failed; 2: bad usage, or nothing to judge; 3: the
-infrastructure failed. Everything that pytest takes is passed on (-k EXPRESSION, -x, --junitxml=FILE, ...).
+infrastructure failed; 130: interrupted. Everything that pytest takes is passed on (-k EXPRESSION, -x,
+--junitxml=FILE, ...).
 """
 
 
@@ -41,8 +44,22 @@ def conformance(context: typer.Context) -> int:
     import pytest
 
     directory = Path(suite.origin).parent
-    code = int(pytest.main([str(directory), "-p", "no:cacheprovider", *_settings(arguments), *arguments]))
+    watch = _Watch()
+    words = [str(directory), "-p", "no:cacheprovider", *_settings(arguments), *arguments]
+    code = int(pytest.main(words, plugins=[watch]))
+    if watch.interrupted:
+        return INTERRUPTED
     return REFUSED if code in (_PYTEST_USAGE, _PYTEST_NOTHING) else code
+
+
+class _Watch:
+    """A plugin of pytest that sees Ctrl-C, of which pytest's code is the suite's for bad usage."""
+
+    interrupted = False
+
+    def pytest_keyboard_interrupt(self, excinfo: Any) -> None:
+        """Called of `pytest.exit` as well, which is none."""
+        self.interrupted |= excinfo.type is KeyboardInterrupt
 
 
 def _settings(arguments: list[str]) -> list[str]:
