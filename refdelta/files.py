@@ -70,8 +70,10 @@ class Folder:
     def __enter__(self) -> Folder:
         try:
             self.fd = os.open(self.path, _DIRECTORY)
-        except (FileNotFoundError, NotADirectoryError, ValueError):
-            raise DeltaError(self.missing, f"no directory {self.path}") from None
+        except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+            is_file = isinstance(error, NotADirectoryError) and self.path.exists()
+            detail = f"{self.path} is a file; a directory is expected" if is_file else f"no directory {self.path}"
+            raise DeltaError(self.missing, detail) from None
         except OSError as error:
             raise DeltaError(Reason.UNREADABLE, f"{self.path}: {error.strerror}") from None
         return self

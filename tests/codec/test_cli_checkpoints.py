@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from refdelta import DELTA_FILE, cli, read_delta
+from refdelta import DELTA_FILE, METADATA_FILE, cli, read_delta
 from refdelta.digest import state_digest
 from tests.codec.checkpoints import INDEX, changed, every_dtype, safetensors, split, write
 
@@ -277,6 +277,23 @@ def test_refusals(tmp_path: Path, places: tuple[Path, Path], refdelta: Run) -> N
     (base / INDEX).write_text('{"weight_map": {"w": "../target/model-1.safetensors"}}')
     refused(refdelta("diff", base, target, "-o", tmp_path / "x"), "bad_metadata")
     assert not (tmp_path / "x").exists()
+
+
+def test_a_file_in_the_place_of_a_directory_is_called_one(
+    tmp_path: Path, places: tuple[Path, Path], refdelta: Run
+) -> None:
+    base, target = places
+    delta, letter = tmp_path / "delta", tmp_path / "letter"
+    refdelta("diff", base, target, "-o", delta)
+    letter.write_text("dear, dear reader")
+    for command in (("inspect", letter), ("apply", letter, base, "-o", tmp_path / "x"), ("verify", letter)):
+        assert f"{letter} is a file; a directory is expected" in refused(refdelta(*command), "not_a_delta")
+    line = refused(refdelta("apply", delta, letter, "-o", tmp_path / "x"), "bad_header")
+    assert "this is a file, and a delta or a checkpoint of several files is a directory" in line
+    for name in (DELTA_FILE, METADATA_FILE):
+        line = refused(refdelta("apply", delta, delta / name, "-o", tmp_path / "x"), "not_a_checkpoint")
+        assert f"{delta / name} is a file of a delta, which is the directory {delta}" in line
+    assert f"no directory {tmp_path / 'none'}\n" in refused(refdelta("inspect", tmp_path / "none"), "not_a_delta")
 
 
 @pytest.mark.parametrize(
