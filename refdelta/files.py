@@ -95,15 +95,17 @@ class Folder:
 
 def open_file(path: Path, missing: Reason, name: str | None = None, dir_fd: int | None = None) -> FileIO:
     """The regular file at ``path`` (or ``name`` in the open directory ``dir_fd``), without waiting at a FIFO."""
+    # The name comes first and apart: vLLM masks paths in errors that it answers.
+    shown = f"{path.name} in {path.parent}"
     try:
         fd = os.open(path if name is None else name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        raise DeltaError(missing, f"no file {path}") from None
+        raise DeltaError(missing, f"no file {shown}") from None
     except OSError as error:
-        raise DeltaError(Reason.UNREADABLE, f"{path}: {error.strerror}") from None
+        raise DeltaError(Reason.UNREADABLE, f"{shown}: {error.strerror}") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise DeltaError(Reason.UNREADABLE, f"{path} is not a regular file")
+        raise DeltaError(Reason.UNREADABLE, f"{shown} is not a regular file")
     return FileIO(fd, "rb")
 
 

@@ -30,7 +30,7 @@ from types import NoneType
 from typing import Final, Literal, get_args
 
 from refdelta.spec import DeltaError, Reason, check_argument, check_path
-from refdelta.vllm.engine_calls import Engine, LocalEngine, unexpected
+from refdelta.vllm.engine_calls import BACKENDS, Engine, LocalEngine, unexpected, without_backend
 from refdelta.vllm.engine_status import Audit, Status, read_audit, read_status
 
 __all__ = ["Audit", "Client", "Kv", "LocalEngine", "Status", "SyncResult"]
@@ -40,7 +40,6 @@ logger = logging.getLogger("refdelta.client")
 Kv = Literal["keep", "reset_prefix", "abort"]
 Source = str | PathLike[str]
 
-BACKENDS: Final = ("delta_snapshot", "refdelta")
 _PHASES: Final = {"read": "read", "stage": "stage", "prepare": "write", "write": "write", "audit": "verify"}
 """Phase of the backend -> phase of a result."""
 
@@ -235,7 +234,7 @@ class Client:
             return
         found = self.engine.backend()
         if found is not None and found not in BACKENDS:
-            raise DeltaError(Reason.UNSUPPORTED_ENGINE, f"weight transfer backend {found}: expected {BACKENDS[0]}")
+            raise without_backend(found)
         self._known = True
 
     def _abort(self) -> None:
