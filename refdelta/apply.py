@@ -314,8 +314,7 @@ def _digest_after(delta: Delta, old: Sequence[TensorPatch], digest: str) -> str:
     """The digest that ``delta`` leads to from ``digest``, when both are what its lineage says."""
     lineage = delta.lineage
     if lineage is not None and lineage.base_digest not in (None, digest):
-        based = f"based on version {lineage.base_version} of run {lineage.run_id}, {lineage.base_digest}"
-        raise DeltaError(Reason.BASE_MISMATCH, f"the delta is {based}; the state is {digest}")
+        raise DeltaError(Reason.BASE_MISMATCH, f"the delta is based on {lineage.base_name}; the state is {digest}")
     after = digest
     for patch, before in zip(delta.patches, old, strict=True):
         after = roll_digest(after, patch, before.values)

@@ -193,8 +193,8 @@ class _Writing:
         if found is None or lineage is None:
             return
         if lineage.base_digest not in (None, found.before):
-            based = f"based on version {lineage.base_version} of run {lineage.run_id}, {lineage.base_digest}"
-            raise DeltaError(Reason.BASE_MISMATCH, f"the delta is {based}; the checkpoint is {found.before}")
+            detail = f"the delta is based on {lineage.base_name}; the checkpoint is {found.before}"
+            raise DeltaError(Reason.BASE_MISMATCH, detail)
         if lineage.digest not in (None, found.after):
             detail = f"expected {lineage.digest} after the delta; from {found.before} it leads to {found.after}"
             raise DeltaError(Reason.DIGEST_MISMATCH, detail)

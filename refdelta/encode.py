@@ -127,7 +127,7 @@ def _version_after(position: Lineage, lineage: Lineage | None) -> int:
         raise DeltaError(Reason.BASE_MISMATCH, f"the delta has no lineage, the baseline is in run {position.run_id}")
     stated, here = (lineage.run_id, lineage.base_version), (position.run_id, position.version)
     if stated != here:
-        detail = f"the delta is based on version {stated[1]} of run {stated[0]}, the baseline is {here[1]} of {here[0]}"
+        detail = f"the delta is based on {lineage.base_name}; the baseline is version {here[1]} of run {here[0]}"
         raise DeltaError(Reason.BASE_MISMATCH, detail)
     return lineage.version
 

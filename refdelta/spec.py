@@ -401,6 +401,12 @@ class Lineage:
         """Whether the delta is one part of several."""
         return self.part is not None and self.part[1] > 1
 
+    @property
+    def base_name(self) -> str:
+        """The state before the delta, for messages."""
+        version = "no stated version" if self.base_version is None else f"version {self.base_version}"
+        return f"{version} of run {self.run_id}, {self.base_digest or 'no stated digest'}"
+
     @classmethod
     def from_json(cls, value: object) -> Lineage:
         """The lineage in a JSON value; `DeltaError` (bad_metadata) unless it is an object with the right types."""
