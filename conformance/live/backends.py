@@ -50,16 +50,20 @@ def check_import(options: Options, directory: Path) -> None:
     """
     if options.plugin is None:
         return
-    done = subprocess.run(
-        [sys.executable, "-c", _TRIAL, options.plugin],
-        cwd=directory,
-        env=environment(plugins=""),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_TRIAL_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TRIAL, options.plugin],
+            cwd=directory,
+            env=environment(plugins=""),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TRIAL_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BadEngine(f"Plugin {options.plugin!r} is not imported within {_TRIAL_S:g} s.") from error
     if done.returncode != 0:
         said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit {done.returncode}"]
         raise BadEngine(f"Plugin {options.plugin!r} cannot be imported: {said[-1]}")

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from conformance import checkpoints, matrix
+from conformance.engines import BadEngine
+from conformance.live import backends
+from conformance.options import Options
 from conformance.run import Exit
 from tests.suite.runs import CONFORMANCE, REPOSITORY, Outcome, run, run_all
 
@@ -272,6 +275,14 @@ def test_a_checkpoint_is_found_where_it_is(tmp_path: Path, monkeypatch: pytest.M
     for name in ("me/other", "./tiny", "/me/tiny"):
         with pytest.raises(checkpoints.NoCheckpoint, match="no such directory"):
             checkpoints.given(name)
+
+
+def test_a_plugin_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(backends, "_TRIAL_S", 0.5)
+    options = Options("vllm", None, (1,), None, backend="mine", plugin="hangs")
+    with pytest.raises(BadEngine, match=r"Plugin 'hangs' is not imported within 0\.5 s\."):
+        backends.check_import(options, tmp_path)
 
 
 def test_collecting_imports_no_plugin(tmp_path: Path) -> None:
