@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,7 @@ BUFFERS = ".layer_scalar"
 """How the names of checkpoint tensors end that become buffers of the model."""
 INDEX_FILE = "model.safetensors.index.json"
 _HOME = Path("model.safetensors")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,13 +295,45 @@ def make(model: str, directory: Path) -> Checkpoint:
     return Checkpoint(model, directory, _OVERRIDES.get(model, MappingProxyType({})))
 
 
-def given(path_or_id: str) -> Checkpoint:
-    """The checkpoint of the user: a directory as it is, else a hub id, fetched by huggingface_hub."""
-    if Path(path_or_id).is_dir():
-        return Checkpoint(path_or_id, Path(path_or_id).resolve())
-    from huggingface_hub import snapshot_download
+class NoCheckpoint(ValueError):
+    """What the user gave is no checkpoint; the text is one sentence that says why."""
 
-    return Checkpoint(path_or_id, Path(snapshot_download(path_or_id, allow_patterns=["*.json", "*.safetensors"])))
+
+def given(path_or_id: str) -> Checkpoint:
+    """The checkpoint of the user: a directory as it is, else a hub id in the local cache. Raises `NoCheckpoint`.
+
+    Nothing is fetched: a run that judges an engine is no place to find out that a download is slow.
+    """
+    directory = Path(path_or_id).resolve() if Path(path_or_id).is_dir() else _cached(path_or_id)
+    missing = [name for name in _files_of(directory) if not (directory / name).is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise NoCheckpoint(f"{path_or_id}: not a whole checkpoint, {directory} has no {missing[0]}{more}")
+    return Checkpoint(path_or_id, directory)
+
+
+def _cached(hub_id: str) -> Path:
+    """The snapshot of a hub id in the local cache."""
+    if not _HUB_ID.fullmatch(hub_id):
+        raise NoCheckpoint(f"{hub_id}: no such directory")
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(hub_id, local_files_only=True))
+    except Exception as error:  # the hub client raises many kinds; each means that there is no snapshot
+        missing = "no such directory, and no such hub id in the local cache"
+        raise NoCheckpoint(f"{hub_id}: {missing} (to fetch it: hf download {hub_id})") from error
+
+
+def _files_of(directory: Path) -> list[str]:
+    """What a checkpoint directory must hold: its config and every shard."""
+    index = directory / INDEX_FILE
+    try:
+        shards = set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.is_file() else set()
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise NoCheckpoint(f"{index}: not an index of safetensors shards ({type(error).__name__})") from error
+    found = sorted(map(str, shards)) or sorted(path.name for path in directory.glob("*.safetensors"))
+    return ["config.json", *(found or [str(_HOME)])]
 
 
 def random_tensor(name: str, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:

@@ -78,7 +78,7 @@ OPTIONS = (
     Option("--html", "FILE", "write the report as one page"),
     Option("--exec-timeout", "SECONDS", f"exec: the longest that one call may take (default {TIMEOUT:g})"),
     Option("--tp", "N", "vllm: tensor-parallel size; repeat or separate by commas (default 1,2)", many=True),
-    Option("--checkpoint", "PATH_OR_HF_ID", "vllm: use this checkpoint, as it is"),
+    Option("--checkpoint", "PATH_OR_HF_ID", "vllm: use this checkpoint, as it is; a hub id from the local cache"),
     Option("--backend", "NAME", "vllm: somebody else's weight-transfer backend, with --plugin"),
     Option("--plugin", "MODULE", "vllm: the module (or MODULE:FUNCTION) that registers the backend"),
     Option("--update-info", "TEMPLATE", f"vllm: JSON, {PLACE} being the delta (default {UPDATE_INFO})"),
@@ -112,7 +112,7 @@ def _checked(config: pytest.Config) -> Options:
     tp = () if engine != LIVE_ENGINE else _sizes(given["tp"]) if given["tp"] else LIVE_TP
     return Options(
         engine,
-        given["checkpoint"],
+        _checkpoint(given["checkpoint"]),
         tp,
         given["mutant"],
         given["backend"],
@@ -141,6 +141,18 @@ def _check_places(given: Mapping[str, Any], engine: str) -> None:
             raise pytest.UsageError(f"--{one} needs --{other}.")
     if given["mutant"] is not None and given["backend"] is not None:
         raise pytest.UsageError("--mutant breaks refdelta's own backend, so it goes without --backend.")
+
+
+def _checkpoint(given: str | None) -> str | None:
+    """As it was given, once it is known to be there: an engine would find out after a minute."""
+    if given is not None:
+        from conformance import checkpoints
+
+        try:
+            checkpoints.given(given)
+        except checkpoints.NoCheckpoint as error:
+            raise pytest.UsageError(f"--checkpoint {error}.") from error
+    return given
 
 
 def _sizes(given: Iterable[str]) -> tuple[int, ...]:

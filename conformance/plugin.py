@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.database import DirectoryBasedExampleDatabase
+from hypothesis.errors import InvalidArgument
 
 from conformance import capabilities, engines, levels, matrix, results, xfails
 from conformance.driving import skip_for
@@ -29,6 +30,8 @@ from conformance.run import Exit, Run, files_of
 RUN: pytest.StashKey[Run] = pytest.StashKey()
 CANNOT_START: pytest.StashKey[bool] = pytest.StashKey()
 """Set where a usage error is none: the engine's module or process does not start."""
+PROFILES = ("ci", "nightly", "quick", "program", "smoke")
+"""Profiles of Hypothesis that the suite registers; any other that a conftest registers is taken, too."""
 
 
 def _hypothesis_profiles() -> None:
@@ -66,7 +69,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
 
 
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis loads its profile
 def pytest_configure(config: pytest.Config) -> None:
+    _check_profile(config.getoption("--hypothesis-profile", None))
     config.addinivalue_line("markers", "check(id): the check that a conformance test is part of")
     config.addinivalue_line("markers", "level(ids): the levels that it is part of, where not those of its check")
     config.addinivalue_line("markers", "row(name): the column of the matrix that its outcome lands in")
@@ -88,9 +93,12 @@ def _started(options: Options, config: pytest.Config) -> Run:
     directory = config.invocation_params.dir
     try:
         if options.live:
-            from conformance.live.backends import declared
+            from conformance.live.backends import check_import, declared
 
-            return Run(options, None, declared(options, directory))
+            offered = declared(options, directory)
+            if not config.option.collectonly:
+                check_import(options, directory)
+            return Run(options, None, offered)
         codec = engines.load(options.engine, engines.Loading(directory, options.capabilities, options.exec_timeout))
     except engines.CannotStart as error:
         config.stash[CANNOT_START] = True
@@ -109,6 +117,17 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, int, int]:
         for text in error.args:
             print(f"ERROR: {text}", file=sys.stderr)
         return Exit.INFRASTRUCTURE if CANNOT_START in config.stash else Exit.USAGE
+
+
+def _check_profile(name: str | None) -> None:
+    """Hypothesis itself would end the run with a traceback."""
+    if name is None:
+        return
+    try:
+        settings.get_profile(name)
+    except InvalidArgument as error:
+        known = ", ".join(PROFILES)
+        raise pytest.UsageError(f"--hypothesis-profile takes {known}, and got {name!r}.") from error
 
 
 # -- selecting ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """refdelta: the reference implementation of sparse_delta v2.
 
 The names below are imported from their modules when they are first used: importing `refdelta` alone is quick.
+The command imports this package before it starts pytest, which need not say so: PYTEST_DONT_REWRITE.
 """
 
 from __future__ import annotations

@@ -41,8 +41,10 @@ from refdelta.spec import (
     Lineage,
     Reason,
     TensorPatch,
+    check_delta,
     check_extra,
     check_name,
+    check_path,
     check_shape,
     density_pct,
     is_int,
@@ -60,6 +62,7 @@ def read_delta(path: str | os.PathLike[str], *, device: str | torch.device = "cp
 
     Everything that the format promises is checked, the header before any tensor is made; raises `DeltaError`.
     """
+    check_path("path", path)
     while True:
         with Folder(Path(path)) as folder:
             try:
@@ -271,6 +274,9 @@ def apply_delta(delta: Delta, weights: Weights, *, digest: str | None = None) ->
     that one (base_mismatch), and its digest the one that the change leads to (digest_mismatch); the inverse's lineage
     holds the state after as ``base_digest`` and the state before as ``digest``.
     """
+    check_delta(delta)
+    if digest is not None:
+        parse_digest(digest)
     tensors = named_tensors(weights)
     check_fits(delta, tensors)
     _check_aliases(delta, tensors if isinstance(weights, Mapping) else _untied(tensors, delta))
@@ -298,17 +304,17 @@ def apply_to_checkpoint(
     piece of one tensor are in memory. Names, order, dtypes and header metadata stay, other files are copied; see
     `refdelta.checkpoint_apply.patch_checkpoint` for what is not, and for what is refused.
     """
+    for name, path in (("delta_path", delta_path), ("checkpoint_dir", checkpoint_dir), ("out_dir", out_dir)):
+        check_path(name, path)
     with Checkpoint(checkpoint_dir) as source:
         patch_checkpoint(read_delta(delta_path), source, Path(out_dir), overwrite=overwrite)
 
 
 def _digest_after(delta: Delta, old: Sequence[TensorPatch], digest: str) -> str:
     """The digest that ``delta`` leads to from ``digest``, when both are what its lineage says."""
-    parse_digest(digest)
     lineage = delta.lineage
     if lineage is not None and lineage.base_digest not in (None, digest):
-        based = f"based on version {lineage.base_version} of run {lineage.run_id}, {lineage.base_digest}"
-        raise DeltaError(Reason.BASE_MISMATCH, f"the delta is {based}; the state is {digest}")
+        raise DeltaError(Reason.BASE_MISMATCH, f"the delta is based on {lineage.base_name}; the state is {digest}")
     after = digest
     for patch, before in zip(delta.patches, old, strict=True):
         after = roll_digest(after, patch, before.values)

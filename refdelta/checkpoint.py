@@ -22,7 +22,16 @@ from torch import Tensor
 from refdelta.container import Entry, Header, read_header, shown, strict_json
 from refdelta.files import Folder, new_bytes, open_file, read_exactly, read_into
 from refdelta.regions import TensorInfo
-from refdelta.spec import DELTA_FILE, DTYPES, MAX_HEADER_BYTES, DeltaError, Reason, check_name, check_shape
+from refdelta.spec import (
+    DELTA_FILE,
+    DTYPES,
+    MAX_HEADER_BYTES,
+    METADATA_FILE,
+    DeltaError,
+    Reason,
+    check_name,
+    check_shape,
+)
 
 __all__ = ["INDEX_FILE", "RUN_BYTES", "Checkpoint", "Shard"]
 
@@ -128,8 +137,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def _open(self) -> tuple[Shard, ...]:
         if self.is_file:
-            file = self._stack.enter_context(open_file(self.path, Reason.NOT_A_CHECKPOINT))
-            return (_shard(self.path, self.path.name, file),)
+            return (self._open_file(),)
         while True:
             with Folder(self.path, Reason.NOT_A_CHECKPOINT) as folder:
                 try:
@@ -138,6 +146,19 @@ class Checkpoint(Mapping[str, Tensor]):
                     if folder.is_current():
                         raise
             # Another checkpoint was put in this one's place while it was opened.
+
+    def _open_file(self) -> Shard:
+        file = self._stack.enter_context(open_file(self.path, Reason.NOT_A_CHECKPOINT))
+        if self.path.name in (DELTA_FILE, METADATA_FILE):
+            detail = f"{self.path} is a file of a delta, which is the directory {self.path.parent}"
+            raise DeltaError(Reason.NOT_A_CHECKPOINT, detail)
+        try:
+            return _shard(self.path, self.path.name, file)
+        except DeltaError as error:
+            if error.reason is not Reason.BAD_HEADER:
+                raise
+            detail = f"{error.detail}; this is a file, and a delta or a checkpoint of several files is a directory"
+            raise DeltaError(Reason.BAD_HEADER, detail) from None
 
     def _open_all(self, folder: Folder) -> tuple[Shard, ...]:
         files = os.listdir(folder.fd)

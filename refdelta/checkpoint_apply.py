@@ -20,11 +20,19 @@ from torch import Tensor
 from refdelta import bits
 from refdelta.checkpoint import INDEX_FILE, RUN_BYTES, Checkpoint, Shard
 from refdelta.digest import ZERO, add, header_digest, roll_digest, run_digest
-from refdelta.files import new_directory, new_file, open_file, write_file
+from refdelta.files import check_target, new_directory, new_file, open_file, write_file
 from refdelta.regions import TensorInfo
 from refdelta.spec import Delta, DeltaError, Reason, TensorPatch
 
-__all__ = ["Advance", "StateDigests", "check_fits_checkpoint", "part_in_run", "patch_checkpoint", "write_run"]
+__all__ = [
+    "Advance",
+    "StateDigests",
+    "check_fits_checkpoint",
+    "check_output",
+    "part_in_run",
+    "patch_checkpoint",
+    "write_run",
+]
 
 Advance = Callable[[int], object]
 """Told the number of bytes after each run of work."""
@@ -52,6 +60,7 @@ def patch_checkpoint(
     digest_mismatch, with nothing left behind, where the lineage has digests and the states do not; target_exists where
     there is anything at ``out``, with ``overwrite`` anything but a checkpoint of this kind; write_failed.
     """
+    check_output(source, out, overwrite=overwrite)
     check_fits_checkpoint(delta, source.infos())
     writing = _Writing(delta, advance)
     if source.is_file:
@@ -59,7 +68,6 @@ def patch_checkpoint(
             write_file(place, writing.bytes_of(source.shards[0]))
             writing.check_digests()
         return []
-    _check_apart(source.path, out)
     with new_directory(out, _is_checkpoint_directory if overwrite else None) as place:
         for shard in source.shards:
             path = place / shard.name
@@ -67,6 +75,24 @@ def patch_checkpoint(
             write_file(path, writing.bytes_of(shard))
         writing.check_digests()
         return _copy_others(source, place)
+
+
+def check_output(source: Checkpoint, out: Path, *, overwrite: bool = False) -> None:
+    """Raise `DeltaError` where `patch_checkpoint` would refuse ``out``, whatever the delta is.
+
+    ``out`` may be ``source`` itself: its shards are held open, and it is exchanged for the whole new checkpoint in one
+    step. What would be left out of the copy has no other place then, so it is refused (bad_option).
+    """
+    if source.is_file:
+        check_target(out, _is_checkpoint_file if overwrite else None)
+        return
+    _check_apart(source.path, out)
+    check_target(out, _is_checkpoint_directory if overwrite else None)
+    if source.path.resolve() == out.resolve():
+        shards = {shard.name for shard in source.shards}
+        lost = [name for name, copied in _others(source.path) if not copied and name not in shards]
+        if lost:
+            raise DeltaError(Reason.BAD_OPTION, f"{out} is the checkpoint itself, and would lose {', '.join(lost)}")
 
 
 def check_fits_checkpoint(delta: Delta, infos: Mapping[str, TensorInfo]) -> None:
@@ -167,8 +193,8 @@ class _Writing:
         if found is None or lineage is None:
             return
         if lineage.base_digest not in (None, found.before):
-            based = f"based on version {lineage.base_version} of run {lineage.run_id}, {lineage.base_digest}"
-            raise DeltaError(Reason.BASE_MISMATCH, f"the delta is {based}; the checkpoint is {found.before}")
+            detail = f"the delta is based on {lineage.base_name}; the checkpoint is {found.before}"
+            raise DeltaError(Reason.BASE_MISMATCH, detail)
         if lineage.digest not in (None, found.after):
             detail = f"expected {lineage.digest} after the delta; from {found.before} it leads to {found.after}"
             raise DeltaError(Reason.DIGEST_MISMATCH, detail)
@@ -200,30 +226,30 @@ def _is_checkpoint(path: Path) -> bool:
 def _copy_others(source: Checkpoint, place: Path) -> list[str]:
     """Copy the files that are no shards; returns the paths left out."""
     shards, left_out = {shard.name for shard in source.shards}, []
-    for path, copied in _others(source.path):
-        name = path.relative_to(source.path).as_posix()
+    for name, copied in _others(source.path):
         if name in shards:
             continue
         if copied:
             (place / name).parent.mkdir(parents=True, exist_ok=True)
-            with open_file(path, Reason.UNREADABLE) as file:
+            with open_file(source.path / name, Reason.UNREADABLE) as file:
                 write_file(place / name, iter(lambda: file.read(RUN_BYTES), b""))  # used up at once
         else:
             left_out.append(name)
     return left_out
 
 
-def _others(top: Path) -> Iterator[tuple[Path, bool]]:
-    """Everything in a directory but its directories, and whether it belongs to a copy with other weights."""
+def _others(top: Path) -> Iterator[tuple[str, bool]]:
+    """Everything in a directory but its directories, by its path below it, and whether it belongs to a copy with other
+    weights."""
     for folder, folders, files in os.walk(top):
         for name in sorted(folders):
             path = Path(folder, name)
             if name.startswith(".") or path.is_symlink():
                 folders.remove(name)
-                yield path, False
+                yield path.relative_to(top).as_posix(), False
         for name in sorted(files):
             path = Path(folder, name)
-            yield path, path == top / INDEX_FILE or _is_copied(path)
+            yield path.relative_to(top).as_posix(), path == top / INDEX_FILE or _is_copied(path)
 
 
 def _is_copied(path: Path) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from refdelta import bits
-from refdelta.spec import Delta, DeltaError, Lineage, Reason, TensorPatch, index_dtype
+from refdelta.spec import Delta, DeltaError, Lineage, Reason, TensorPatch, check_argument, check_delta, index_dtype
 
 _OF_THE_WRITING: Final = frozenset({"created_at", "timestamp"})
 """Metadata of one writing, which a delta made of others gets anew."""
@@ -28,8 +28,7 @@ def compose(deltas: Iterable[Delta]) -> Delta:
     count_mismatch (totals), shape_mismatch, dtype_mismatch, base_mismatch (another run, a gap, a base that is not the
     state before, or a lineage beside none), incomplete (one part of several), bad_option (no deltas at all).
     """
-    chain = list(deltas)
-    _check_not_empty(chain)
+    chain = _listed(deltas)
     for delta in chain:
         if delta.lineage is not None and delta.lineage.is_partial:
             raise DeltaError(Reason.INCOMPLETE, f"part {list(delta.lineage.part or ())} of several; join them first")
@@ -44,17 +43,23 @@ def join(parts: Iterable[Delta]) -> Delta:
     Raises `DeltaError` (incomplete) unless the lineages are those of all parts of one update, and no position is in two
     of them; count_mismatch, shape_mismatch, dtype_mismatch and bad_option as in `compose`.
     """
-    whole = list(parts)
-    _check_not_empty(whole)
+    whole = _listed(parts)
     lineage = _common_lineage(whole)
     for before, after in pairwise(whole):
         _check_same_total(before, after)
     return Delta(_merged(whole, _disjoint), whole[0].total_elements, lineage, _common_extra(whole))
 
 
-def _check_not_empty(deltas: Sequence[Delta]) -> None:
+def _listed(given: Iterable[Delta]) -> list[Delta]:
+    """The deltas that were given, at least one."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        check_argument("deltas", given, (), "several Deltas")
+    deltas = list(given)
+    for delta in deltas:
+        check_delta(delta, "deltas")
     if not deltas:
         raise DeltaError(Reason.BAD_OPTION, "no deltas: nothing says how many elements the state has")
+    return deltas
 
 
 def _check_same_total(a: Delta, b: Delta) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from refdelta import bits
-from refdelta.spec import DTYPE_CODES, DeltaError, Reason, TensorPatch, check_name, check_shape
+from refdelta.spec import DTYPE_CODES, DeltaError, Reason, TensorPatch, check_argument, check_name, check_shape
 from refdelta.state import Weights, tracked
 
 SCHEME: Final = "rd1"
@@ -100,6 +100,8 @@ def roll_digest(digest: str, patch: TensorPatch, old_values: Tensor) -> str:
 
     ``old_values``: [changed], the tensor's dtype: what the positions held before.
     """
+    check_argument("patch", patch, TensorPatch, "a TensorPatch")
+    check_argument("old_values", old_values, Tensor, "a torch tensor")
     before = positions_digest(patch.name, patch.dtype, patch.shape, patch.indices, old_values)
     after = positions_digest(patch.name, patch.dtype, patch.shape, patch.indices, patch.values)
     return add(subtract(digest, before), after)
@@ -120,6 +122,7 @@ def subtract(digest: str, *shares: str) -> str:
 
 def parse(digest: str) -> int:
     """The number of a digest, in [0, 2^64); `DeltaError` (bad_option) unless it is ``rd1:`` and 16 digits."""
+    check_argument("digest", digest, str, f"{SCHEME}:<16 lower-case hex digits>")
     match = _TEXT.fullmatch(digest)
     if match is None:
         raise DeltaError(Reason.BAD_OPTION, f"digest: expected {SCHEME}:<16 lower-case hex digits>, found {digest}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from refdelta import bits
 from refdelta.apply import apply_delta
 from refdelta.digest import ZERO, add, layer_digests, roll_digest
-from refdelta.files import new_directory, write_file, write_hashed
+from refdelta.files import check_target, new_directory, write_file, write_hashed
 from refdelta.regions import TensorInfo
 from refdelta.spec import (
     DELTA_FILE,
@@ -31,6 +31,8 @@ from refdelta.spec import (
     Lineage,
     Reason,
     TensorPatch,
+    check_delta,
+    check_path,
     index_dtype,
 )
 from refdelta.state import Weights, total_elements, tracked
@@ -88,6 +90,7 @@ class DeltaEncoder:
 
     def commit(self, delta: Delta) -> None:
         """Move the baseline by ``delta``; `DeltaError` and an unmoved baseline if it does not fit."""
+        check_delta(delta)
         total = total_elements(self._baseline)
         if delta.total_elements != total:
             detail = f"total_elements: the baseline has {total}, the delta says {delta.total_elements}"
@@ -124,7 +127,7 @@ def _version_after(position: Lineage, lineage: Lineage | None) -> int:
         raise DeltaError(Reason.BASE_MISMATCH, f"the delta has no lineage, the baseline is in run {position.run_id}")
     stated, here = (lineage.run_id, lineage.base_version), (position.run_id, position.version)
     if stated != here:
-        detail = f"the delta is based on version {stated[1]} of run {stated[0]}, the baseline is {here[1]} of {here[0]}"
+        detail = f"the delta is based on {lineage.base_name}; the baseline is version {here[1]} of run {here[0]}"
         raise DeltaError(Reason.BASE_MISMATCH, detail)
     return lineage.version
 
@@ -179,6 +182,8 @@ def write_delta(delta: Delta, path: str | os.PathLike[str], *, overwrite: bool =
     when there is anything at ``path`` (with ``overwrite``: anything but a directory with at most a delta's two files),
     write_failed when the file system refuses, or what is wrong with the delta.
     """
+    check_delta(delta)
+    check_path("path", path)
     target = Path(path)
     patches = [_canonical(patch) for patch in sorted(delta.patches, key=lambda patch: patch.name)]
     header = _header_bytes(patches)
@@ -187,6 +192,11 @@ def write_delta(delta: Delta, path: str | os.PathLike[str], *, overwrite: bool =
         sha256 = write_hashed(folder / DELTA_FILE, _payload(header, patches))
         write_file(folder / METADATA_FILE, [_metadata_bytes(delta, patches, sha256)])
     return target
+
+
+def check_output(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Raise `DeltaError` (target_exists, write_failed) where `write_delta` would, before there is a delta."""
+    check_target(Path(path), _is_delta_directory if overwrite else None)
 
 
 def canonical_payload(delta: Delta) -> Iterator[bytes | memoryview]:

@@ -33,6 +33,7 @@ from refdelta.spec import DeltaError, Reason
 __all__ = [
     "LEFTOVER_AGE_S",
     "Folder",
+    "check_target",
     "new_bytes",
     "new_directory",
     "new_file",
@@ -69,8 +70,10 @@ class Folder:
     def __enter__(self) -> Folder:
         try:
             self.fd = os.open(self.path, _DIRECTORY)
-        except (FileNotFoundError, NotADirectoryError, ValueError):
-            raise DeltaError(self.missing, f"no directory {self.path}") from None
+        except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+            is_file = isinstance(error, NotADirectoryError) and self.path.exists()
+            detail = f"{self.path} is a file; a directory is expected" if is_file else f"no directory {self.path}"
+            raise DeltaError(self.missing, detail) from None
         except OSError as error:
             raise DeltaError(Reason.UNREADABLE, f"{self.path}: {error.strerror}") from None
         return self
@@ -92,15 +95,17 @@ class Folder:
 
 def open_file(path: Path, missing: Reason, name: str | None = None, dir_fd: int | None = None) -> FileIO:
     """The regular file at ``path`` (or ``name`` in the open directory ``dir_fd``), without waiting at a FIFO."""
+    # The name comes first and apart: vLLM masks paths in errors that it answers.
+    shown = f"{path.name} in {path.parent}"
     try:
         fd = os.open(path if name is None else name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        raise DeltaError(missing, f"no file {path}") from None
+        raise DeltaError(missing, f"no file {shown}") from None
     except OSError as error:
-        raise DeltaError(Reason.UNREADABLE, f"{path}: {error.strerror}") from None
+        raise DeltaError(Reason.UNREADABLE, f"{shown}: {error.strerror}") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise DeltaError(Reason.UNREADABLE, f"{path} is not a regular file")
+        raise DeltaError(Reason.UNREADABLE, f"{shown} is not a regular file")
     return FileIO(fd, "rb")
 
 
@@ -159,6 +164,16 @@ def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
 
 Replaceable = Callable[[Path], bool]
 """Whether what is at a path may be replaced."""
+
+
+def check_target(target: Path, replaceable: Replaceable | None = None) -> None:
+    """Raise what `new_directory` and `new_file` would of ``target``, for callers with much work to do before."""
+    _check_target(target, replaceable)
+    parent = target.parent
+    if not parent.is_dir():
+        raise DeltaError(Reason.WRITE_FAILED, f"{target}: there is no directory {parent}")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise DeltaError(Reason.WRITE_FAILED, f"{target}: nothing can be written into {parent}")
 
 
 @contextmanager

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from refdelta.files import check_target
 from refdelta.regions import LayoutMap, Region, extent
 from refdelta.spec import DeltaError, Reason
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw"]
+__all__ = ["check_picture", "draw"]
 
 _MAX_LABELLED = 12
 """Tiles of one parameter that get their tensor's name; of more (experts) only the colours tell."""
@@ -21,14 +23,11 @@ _MAX_LABELLED = 12
 def draw(ranks: Sequence[LayoutMap], layer: int, out: Path) -> None:
     """Write a PNG or SVG (by the ending of ``out``): a column a rank, a row a parameter, a colour a tensor.
 
-    Raises `DeltaError` (``bad_option``) where matplotlib is missing, there is no such layer, or the ending is unknown.
+    Raises `DeltaError` as `check_picture` does, and ``bad_option`` where there is no such layer.
     """
-    if out.suffix not in (".png", ".svg"):
-        raise DeltaError(Reason.BAD_OPTION, f"{out}: a picture is .png or .svg")
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise DeltaError(Reason.BAD_OPTION, "a picture needs matplotlib: pip install 'refdelta[plot]'") from None
+    check_picture(out)
+    import matplotlib as mpl
+
     mpl.use("Agg")
     from matplotlib import pyplot
 
@@ -52,6 +51,18 @@ def draw(ranks: Sequence[LayoutMap], layer: int, out: Path) -> None:
         axes[row][0].set_ylabel(_short(param), rotation=0, ha="right", va="center", fontsize=8)
     figure.savefig(out, dpi=140)
     pyplot.close(figure)
+
+
+def check_picture(out: Path) -> None:
+    """Raise `DeltaError` where no picture could be written to ``out``, before there is anything to draw.
+
+    ``bad_option`` where its ending is unknown or matplotlib is missing, ``write_failed`` where it has no directory.
+    """
+    if out.suffix not in (".png", ".svg"):
+        raise DeltaError(Reason.BAD_OPTION, f"{out}: a picture is .png or .svg")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise DeltaError(Reason.BAD_OPTION, "a picture needs matplotlib: pip install 'refdelta[plot]'")
+    check_target(out, Path.is_file)
 
 
 def _of_layer(ranks: Sequence[LayoutMap], layer: int) -> list[str]:

@@ -14,7 +14,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
+from os import PathLike
+from types import MappingProxyType, NoneType
 from typing import Any, Final, Protocol, Self
 from urllib.parse import quote, unquote
 
@@ -197,6 +198,23 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def check_argument(name: str, value: object, types: type | tuple[type, ...], expected: str) -> None:
+    """Raise `DeltaError` (bad_option), which says what was expected and found, unless ``value`` is of ``types``."""
+    if not isinstance(value, types):
+        found = type(value).__name__ + (f" {_brief(value)}" if isinstance(value, str | int | float) else "")
+        raise DeltaError(Reason.BAD_OPTION, f"{name}: expected {expected}, found {found}")
+
+
+def check_delta(value: object, name: str = "delta") -> None:
+    """Raise `DeltaError` (bad_option) unless ``value`` is a `Delta`."""
+    check_argument(name, value, Delta, "a Delta, as read_delta and diff give one")
+
+
+def check_path(name: str, value: object) -> None:
+    """Raise `DeltaError` (bad_option) unless ``value`` is a path: a text or an `os.PathLike`."""
+    check_argument(name, value, (str, PathLike), "a path")
+
+
 def check_name(name: object) -> str:
     """``name`` if it is a non-empty text that UTF-8 can encode, else `DeltaError` (bad_name)."""
     if not isinstance(name, str) or not name:
@@ -277,6 +295,9 @@ class TensorPatch:
     def __post_init__(self) -> None:
         check_name(self.name)
         object.__setattr__(self, "shape", check_shape(self.shape, self.name))
+        for part, reason in (("indices", Reason.BAD_INDICES), ("values", Reason.BAD_VALUES)):
+            if not isinstance(getattr(self, part), Tensor):
+                self._refuse(reason, f"expected a torch tensor, found {type(getattr(self, part)).__name__}")
         if self.indices.dtype not in (torch.int32, torch.int64) or self.indices.dim() != 1:
             self._refuse(Reason.BAD_INDICES, f"expected 1-D I32 or I64, found {_describe(self.indices)}")
         if self.values.dim() != 1:
@@ -380,6 +401,12 @@ class Lineage:
         """Whether the delta is one part of several."""
         return self.part is not None and self.part[1] > 1
 
+    @property
+    def base_name(self) -> str:
+        """The state before the delta, for messages."""
+        version = "no stated version" if self.base_version is None else f"version {self.base_version}"
+        return f"{version} of run {self.run_id}, {self.base_digest or 'no stated digest'}"
+
     @classmethod
     def from_json(cls, value: object) -> Lineage:
         """The lineage in a JSON value; `DeltaError` (bad_metadata) unless it is an object with the right types."""
@@ -448,9 +475,13 @@ class Delta:
     """Other metadata by key: base_model, model_id, kind, created_at, timestamp, and keys that nobody here knows."""
 
     def __post_init__(self) -> None:
+        check_argument("patches", self.patches, Iterable, "TensorPatches")
         object.__setattr__(self, "patches", tuple(self.patches))
+        check_argument("lineage", self.lineage, (Lineage, NoneType), "a Lineage or None")
+        check_argument("extra", self.extra, Mapping, "a mapping")
         seen: set[str] = set()
         for patch in self.patches:
+            check_argument("patches", patch, TensorPatch, "TensorPatches")
             if patch.name in seen:
                 raise DeltaError(Reason.DUPLICATE_NAME, "two patches of one tensor", patch.name)
             seen.add(patch.name)

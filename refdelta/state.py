@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from refdelta.names import checkpoint_names
-from refdelta.spec import DTYPE_CODES, DeltaError, Reason, check_name, check_shape
+from refdelta.spec import DTYPE_CODES, DeltaError, Reason, check_argument, check_name, check_shape
 
 Weights: TypeAlias = Mapping[str, Tensor] | nn.Module
 """A state: tensors by checkpoint name, or a module whose ``state_dict`` holds them."""
@@ -25,6 +25,7 @@ def named_tensors(weights: Weights) -> dict[str, Tensor]:
     under the names that a checkpoint has, without those of wrappers (`refdelta.names`); two that become one are refused
     (duplicate_name).
     """
+    check_argument("weights", weights, (Mapping, nn.Module), "a module, or a mapping of names to tensors")
     if not isinstance(weights, nn.Module):
         return _tensors_of(weights)
     held = {name: t for name, t in weights.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -18,16 +19,17 @@ from pathlib import Path
 
 from conformance import capabilities
 from conformance.capabilities import LIVE
-from conformance.engines import BadEngine, CannotStart
+from conformance.engines import BadEngine
 from conformance.live import probe
 from conformance.live.row import Backend
+from conformance.live.runner import environment
 from conformance.options import Options
 
 GROUP = "vllm.general_plugins"
 
 
 def declared(options: Options, directory: Path) -> frozenset[str]:
-    """What the backend of these options offers. Raises CannotStart for a plugin that is not there, else BadEngine.
+    """What the backend of these options offers. Raises BadEngine.
 
     directory: searched last for the plugin, as the current directory is by `python -m`.
     """
@@ -39,6 +41,43 @@ def declared(options: Options, directory: Path) -> frozenset[str]:
     if options.capabilities is not None:
         return capabilities.checked(options.capabilities, LIVE, "--capabilities")
     return capabilities.checked(_stated(source, label), LIVE, label)
+
+
+def check_import(options: Options, directory: Path) -> None:
+    """Import the plugin once, in a process like those of its engine. Raises BadEngine where that fails.
+
+    An engine would say so only after the suite has made checkpoints and started fresh engines.
+    """
+    if options.plugin is None:
+        return
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TRIAL, options.plugin],
+            cwd=directory,
+            env=environment(plugins=""),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TRIAL_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BadEngine(f"Plugin {options.plugin!r} is not imported within {_TRIAL_S:g} s.") from error
+    if done.returncode != 0:
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or [f"exit {done.returncode}"]
+        raise BadEngine(f"Plugin {options.plugin!r} cannot be imported: {said[-1]}")
+
+
+_TRIAL = """
+import importlib, sys
+module, _, function = sys.argv[1].partition(":")
+found = importlib.import_module(module)
+if function:
+    getattr(found, function)
+"""
+"""What `probe.load` does, but for the call of the function, which changes the process that it is made in."""
+_TRIAL_S = 300.0
 
 
 def backend_of(options: Options, offered: frozenset[str]) -> Backend:
@@ -71,9 +110,9 @@ def _source(plugin: str, directory: Path) -> Path:
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError) as error:
-        raise CannotStart(f"Plugin {plugin!r}: cannot import {module}: {error}.") from error
+        raise BadEngine(f"Plugin {plugin!r}: cannot import {module}: {error}.") from error
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise CannotStart(f"Plugin {plugin!r}: there is no module {module}.")
+        raise BadEngine(f"Plugin {plugin!r}: there is no module {module}.")
     return Path(spec.origin)
 
 

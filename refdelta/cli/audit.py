@@ -69,10 +69,15 @@ def _ask(url: str, arguments: Sequence[object], timeout: float) -> AuditReport:
 
 def _refusal(status: int, text: str) -> str:
     """What an answer that is no 200 means here."""
+    from refdelta.vllm.audit_report import METHOD
+    from refdelta.vllm.engine_calls import said
+
     if status == 404:
         return "no /collective_rpc: the server must run with VLLM_SERVER_DEV_MODE=1"
     extension = "--worker-extension-cls refdelta.vllm.audit.AuditExtension"
-    return f"status {status}: {text[:200]!r}; was it started with {extension}?"
+    if METHOD in text and "is not implemented" in text:
+        return f"the engine has no audit: start vLLM with {extension}"
+    return f"status {status}: {said(text)[:200]!r}; was it started with {extension}?"
 
 
 def _plain(report: AuditReport) -> dict[str, Any]:

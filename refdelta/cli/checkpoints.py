@@ -46,9 +46,10 @@ def diff(
     with refusals(), ExitStack() as stack:
         from refdelta.checkpoint import Checkpoint
         from refdelta.checkpoint_diff import diff_checkpoints
-        from refdelta.encode import write_delta
+        from refdelta.encode import check_output, write_delta
 
         lineage = _lineage(run_id, version, base_version)
+        check_output(output, overwrite=force)
         old, new = (stack.enter_context(Checkpoint(path)) for path in (base, target))
         advance = stack.enter_context(progress("diff", new.total_bytes))
         delta = diff_checkpoints(old, new, lineage=lineage, advance=advance)
@@ -77,10 +78,11 @@ def apply(
     with refusals(), ExitStack() as stack:
         from refdelta.apply import read_delta
         from refdelta.checkpoint import Checkpoint
-        from refdelta.checkpoint_apply import patch_checkpoint
+        from refdelta.checkpoint_apply import check_output, patch_checkpoint
 
-        change = read_delta(delta)
         source = stack.enter_context(Checkpoint(checkpoint))
+        check_output(source, output, overwrite=force)
+        change = read_delta(delta)
         advance = stack.enter_context(progress("apply", source.total_bytes))
         left_out = patch_checkpoint(change, source, output, overwrite=force, advance=advance)
         report = {"checkpoint": str(output), "shards": len(source.shards), "tensors": len(source)}

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import typer
 
+from refdelta.cli import INTERRUPTED
 from refdelta.cli.output import REFUSED, print_error
 
 _NEEDS_EXTRA = 3
 """The suite's code for "the infrastructure failed"."""
 _PYTEST_USAGE, _PYTEST_NOTHING = 4, 5
-
+_NEEDED = ("conformance", "pytest", "hypothesis")
 
 HELP = """Usage: refdelta conformance [--engine NAME] [OPTIONS] [PYTEST OPTIONS]
 
 Judge an engine by the conformance suite. Exit 0: passed; 1: failed; 2: bad usage, or nothing to judge; 3: the
-infrastructure failed. Everything that pytest takes is passed on (-k EXPRESSION, -x, --junitxml=FILE, ...).
+infrastructure failed; 130: interrupted. Everything that pytest takes is passed on (-k EXPRESSION, -x,
+--junitxml=FILE, ...).
 """
 
 
 def conformance(context: typer.Context) -> int:
     """Judge an engine by the conformance suite (see refdelta conformance --help)."""
-    suite, pytest = _imported("conformance"), _imported("pytest")
-    if suite is None or pytest is None or _imported("conformance.options") is None:
+    suite = importlib.util.find_spec("conformance")
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing or suite is None or suite.origin is None:
+        print_error("missing", f"the suite needs {(missing or _NEEDED)[0]}: pip install 'refdelta[conformance]'")
         return _NEEDS_EXTRA
     arguments = list(context.args)
     if "--help" in arguments:
@@ -36,19 +40,26 @@ def conformance(context: typer.Context) -> int:
     # Nothing is to be written into the working directory.
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    directory = Path(str(suite.__file__)).parent
-    # That this command had imported both packages before pytest did is no news.
-    quiet = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
-    code = int(pytest.main([str(directory), *quiet, *_settings(arguments), *arguments]))
+    # The suite is left for pytest to import, which rewrites its assertions so that they say what they found.
+    import pytest
+
+    directory = Path(suite.origin).parent
+    watch = _Watch()
+    words = [str(directory), "-p", "no:cacheprovider", *_settings(arguments), *arguments]
+    code = int(pytest.main(words, plugins=[watch]))
+    if watch.interrupted:
+        return INTERRUPTED
     return REFUSED if code in (_PYTEST_USAGE, _PYTEST_NOTHING) else code
 
 
-def _imported(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        print_error("missing", f"the suite needs {error.name or name}: pip install 'refdelta[conformance]'")
-        return None
+class _Watch:
+    """A plugin of pytest that sees Ctrl-C, of which pytest's code is the suite's for bad usage."""
+
+    interrupted = False
+
+    def pytest_keyboard_interrupt(self, excinfo: Any) -> None:
+        """Called of `pytest.exit` as well, which is none."""
+        self.interrupted |= excinfo.type is KeyboardInterrupt
 
 
 def _settings(arguments: list[str]) -> list[str]:

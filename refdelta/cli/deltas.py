@@ -44,8 +44,9 @@ def compose(
 
         from refdelta.apply import compose, read_delta
         from refdelta.checkpoint_verify import COMPOSED_OF
-        from refdelta.encode import write_delta
+        from refdelta.encode import check_output, write_delta
 
+        check_output(output, overwrite=force)
         parts = [read_delta(path) for path in deltas]
         whole = compose(parts)
         whole = replace(whole, extra={**whole.extra, COMPOSED_OF: sum(map(_count, parts))})

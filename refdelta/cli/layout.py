@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -18,6 +20,10 @@ from refdelta.cli.output import FAILED, AsJson, console, print_json, print_table
 
 if TYPE_CHECKING:
     from refdelta.layout_map import LayoutMap, LayoutReport, Region
+
+
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)", re.ASCII)
+"""ORGANISATION/MODEL. A single word is far more often the name of a directory that is not there."""
 
 
 class Source(StrEnum):
@@ -50,6 +56,10 @@ def layout(
         from refdelta.layout_proofs import AcrossRanks
         from refdelta.model_files import ModelFiles
 
+        if picture is not None:
+            from refdelta.layout_picture import check_picture
+
+            check_picture(picture)
         sizes = _Sizes(tp, expert_parallel, _ranks(tp, rank))
         path = _local(model)
         files = ModelFiles.read(path)
@@ -81,21 +91,28 @@ def _ranks(tp: int, rank: int | None) -> tuple[int, ...]:
 
 
 def _local(model: str) -> Path:
-    """The path itself, or the snapshot of a hub id's config in the local cache (or from the hub, where allowed)."""
+    """The path itself, else a hub id's config: from the local cache, and from the hub where that is not offline."""
     from refdelta.spec import DeltaError, Reason
 
     path = Path(model)
     if path.exists():
         return path
-    try:
-        from huggingface_hub import hf_hub_download
+    missing = f"{model}: no such file or directory"
+    if not _HUB_ID.fullmatch(model) or importlib.util.find_spec("huggingface_hub") is None:
+        raise DeltaError(Reason.UNREADABLE, missing)
+    from huggingface_hub import constants, hf_hub_download
 
-        return Path(hf_hub_download(model, "config.json"))
+    try:
+        return Path(hf_hub_download(model, "config.json", local_files_only=True))
     except Exception as error:  # the hub client raises many kinds; each means that there is no config
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DeltaError(
-            Reason.UNREADABLE, f"{model}: no such file or directory, and no such hub id: {first}"
-        ) from None
+        if constants.HF_HUB_OFFLINE:
+            detail = f"{missing}, no such hub id in the local cache, and HF_HUB_OFFLINE is set"
+            raise DeltaError(Reason.UNREADABLE, detail) from error
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DeltaError(Reason.UNREADABLE, f"{missing}, and no such hub id: {first}") from error
 
 
 def _by_rules(files: Any, sizes: _Sizes) -> list[LayoutMap]:

@@ -8,7 +8,7 @@ rank traces its own layout, which writes nothing, and reads the checkpoint one t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
@@ -24,7 +24,7 @@ from refdelta.checkpoint import Checkpoint
 from refdelta.checkpoint_apply import StateDigests, check_fits_checkpoint, write_run
 from refdelta.families.reasons import OTHER_RANKS
 from refdelta.regions import Box, LayoutMap, Region, TensorInfo
-from refdelta.spec import Delta, DeltaError, Reason, TensorPatch
+from refdelta.spec import DTYPE_CODES, Delta, DeltaError, Reason, TensorPatch
 from refdelta.vllm.attest import held_box, packed_layers
 from refdelta.vllm.audit_report import METHOD, AuditReport, Difference, Outcome, RankAudit, TensorAudit
 from refdelta.vllm.experts import PROVEN_KERNELS, as_loaded, expert_layers, kernel, reads_live_weights
@@ -60,10 +60,45 @@ class AuditExtension:
                 found = compare(self.model_runner.get_model(), Path(checkpoint_dir), list(map(Path, delta_paths)))
             return RankAudit(self.rank, *found).to_plain()
         except DeltaError as error:
-            return {"rank": self.rank, "error": str(error)}
+            return {"rank": self.rank, "error": str(explained(error, self._served, Path(checkpoint_dir)))}
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             return {"rank": self.rank, "error": str(DeltaError(Reason.RANK_FAILED, text))}
+
+    def _served(self) -> Path:
+        from refdelta.vllm.compat import checkpoint_directory
+
+        return checkpoint_directory(self.vllm_config.model_config)
+
+
+def explained(error: DeltaError, served: Callable[[], Path], checkpoint_dir: Path) -> DeltaError:
+    """The error of a layout that cannot be traced, where the engine's own checkpoint tells that it is another model's.
+
+    served: finds the directory of that checkpoint; where it cannot be read, nothing is known but the possibility.
+    """
+    if error.reason is not Reason.UNSUPPORTED_ENGINE:
+        return error
+    try:
+        with Checkpoint(served()) as own, Checkpoint(checkpoint_dir) as given:
+            has, asked, path = own.infos(), given.infos(), own.path
+    except Exception:  # a hub id that is not in the cache, ...
+        return DeltaError(error.reason, f"{error.detail}; is it another model than {checkpoint_dir}?")
+    for name in sorted(has.keys() | asked.keys()):
+        if has.get(name) != asked.get(name):
+            says = f"it has {_said(has.get(name))}, the checkpoint {_said(asked.get(name))}"
+            detail = f"the engine runs another model, {path}, than {checkpoint_dir}: {says}"
+            return DeltaError(_why(has.get(name), asked.get(name)), detail, name)
+    return error
+
+
+def _said(info: TensorInfo | None) -> str:
+    return "none of this name" if info is None else f"{DTYPE_CODES.get(info.dtype, info.dtype)} {list(info.shape)}"
+
+
+def _why(has: TensorInfo | None, asked: TensorInfo | None) -> Reason:
+    if has is None or asked is None:
+        return Reason.UNKNOWN_TENSOR
+    return Reason.SHAPE_MISMATCH if has.shape != asked.shape else Reason.DTYPE_MISMATCH
 
 
 def audit(
@@ -72,10 +107,20 @@ def audit(
     """Compare a vLLM ``LLM`` that was made with ``worker_extension_cls="refdelta.vllm.audit.AuditExtension"``.
 
     Raises `DeltaError`: what reading the files raises; ``base_mismatch`` or ``digest_mismatch`` where a lineage does
-    not fit; ``unsupported_engine`` where the layout cannot be traced.
+    not fit; ``unsupported_engine`` where the layout cannot be traced, or the extension is missing; ``unknown_tensor``,
+    ``shape_mismatch`` or ``dtype_mismatch`` where the engine runs another model.
     """
     arguments = (os.path.abspath(checkpoint_dir), [os.path.abspath(delta) for delta in deltas])
-    return AuditReport.from_plain(llm.collective_rpc(METHOD, args=arguments))
+    try:
+        answers = llm.collective_rpc(METHOD, args=arguments)
+    except Exception as error:
+        if METHOD in str(error) and "is not implemented" in str(error):
+            detail = (
+                "the engine has no audit: make the LLM with worker_extension_cls=refdelta.vllm.audit.AuditExtension"
+            )
+            raise DeltaError(Reason.UNSUPPORTED_ENGINE, detail) from error
+        raise
+    return AuditReport.from_plain(answers)
 
 
 Findings = tuple[dict[str, TensorAudit], dict[str, int], dict[str, int]]

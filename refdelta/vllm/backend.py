@@ -105,6 +105,8 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         self._cursors = (0, 0)
         self._last: Last | None = None
         self._error: DeltaError | None = None
+        self._unopened = False
+        """Whether no session was opened since the last error, which then is why there is none."""
 
     # --- the session, each step on all ranks together ---
 
@@ -121,7 +123,8 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         self.session = None
         if self._unaudited is not None and self._audit() is None:
             return  # the rank that speaks has raised
-        self._step("start", self._open)
+        if self._step("start", self._open) is not None:
+            self._unopened = False
 
     def update_from(self, update_info: Any, rank: int) -> None:
         """Stage one delta or anchor. ``update_info`` is a mapping, or a list of them by global rank."""
@@ -165,7 +168,8 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
             self.session = None
             return []
 
-        self._step("abort", drop)
+        if self._step("abort", drop) is not None:
+            self._unopened = False
 
     def init_transfer_engine(self, init_info: DeltaInitInfo) -> None:
         """Nothing to connect."""
@@ -319,7 +323,9 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
             return None
 
     def _raise(self, failure: StepFailed) -> None:
-        self._error = failure
+        follows = failure.reason is Reason.NO_SESSION and self._unopened
+        if not follows:  # else the error that ended the session is the one to be known
+            self._error, self._unopened = failure, failure.reason is not Reason.NO_SESSION
         if self.ranks.speaks:
             raise failure
         logger.error("refdelta: %s (rank %d raises it)", failure, self.ranks.size - 1)

@@ -26,10 +26,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike, fspath
+from types import NoneType
 from typing import Final, Literal, get_args
 
-from refdelta.spec import DeltaError, Reason
-from refdelta.vllm.engine_calls import Engine, LocalEngine, unexpected
+from refdelta.spec import DeltaError, Reason, check_argument, check_path
+from refdelta.vllm.engine_calls import BACKENDS, Engine, LocalEngine, unexpected, without_backend
 from refdelta.vllm.engine_status import Audit, Status, read_audit, read_status
 
 __all__ = ["Audit", "Client", "Kv", "LocalEngine", "Status", "SyncResult"]
@@ -39,7 +40,6 @@ logger = logging.getLogger("refdelta.client")
 Kv = Literal["keep", "reset_prefix", "abort"]
 Source = str | PathLike[str]
 
-BACKENDS: Final = ("delta_snapshot", "refdelta")
 _PHASES: Final = {"read": "read", "stage": "stage", "prepare": "write", "write": "write", "audit": "verify"}
 """Phase of the backend -> phase of a result."""
 
@@ -71,6 +71,9 @@ class Client:
 
     def __init__(self, engine: Engine | str) -> None:
         """``engine``: a URL (needs ``refdelta[client]``), or an `Engine`."""
+        if not isinstance(engine, str) and not callable(getattr(engine, "is_paused", None)):
+            expected = "a URL, or an Engine such as LocalEngine(llm)"
+            raise DeltaError(Reason.BAD_OPTION, f"engine: expected {expected}, found {type(engine).__name__}")
         if isinstance(engine, str):
             from refdelta.vllm.http_engine import HttpEngine
 
@@ -118,7 +121,10 @@ class Client:
         """
         given = {"lineage": lineage, "repeat": repeat, "mode": mode}
         options = {name: value for name, value in given.items() if value is not None}
+        check_argument("delta", delta, (str, PathLike, Sequence), "a path, or several")
         sources = [delta] if isinstance(delta, str | PathLike) else list(delta)
+        for source in sources:
+            check_path("delta", source)
         if not sources:
             raise DeltaError(Reason.BAD_OPTION, "no delta to send")
         infos: list[Mapping[str, object]] = [{"target_weights_path": fspath(source), **options} for source in sources]
@@ -136,6 +142,7 @@ class Client:
         resume: bool = True,
     ) -> SyncResult:
         """Load a whole checkpoint; it lifts a fence. ``run_id`` and ``version`` name it, ``digest`` must be its own."""
+        check_path("checkpoint", checkpoint)
         given = {"run_id": run_id, "version": version, "digest": digest}
         info: dict[str, object] = {name: value for name, value in given.items() if value is not None}
         return self._update([{"target_weights_path": fspath(checkpoint), **info}], kv, weight_version, resume)
@@ -168,6 +175,7 @@ class Client:
         self, infos: Sequence[Mapping[str, object]], kv: Kv, weight_version: str | None, resume: bool
     ) -> SyncResult:
         _check_kv(kv)
+        check_argument("weight_version", weight_version, (str, NoneType), "a text or None")
         before, clock = self.status(), _Clock()
         try:
             with clock.timed("pause"):
@@ -226,7 +234,7 @@ class Client:
             return
         found = self.engine.backend()
         if found is not None and found not in BACKENDS:
-            raise DeltaError(Reason.UNSUPPORTED_ENGINE, f"weight transfer backend {found}: expected {BACKENDS[0]}")
+            raise without_backend(found)
         self._known = True
 
     def _abort(self) -> None:

@@ -5,12 +5,17 @@ The same calls over HTTP are `refdelta.vllm.http_engine.HttpEngine`. Nothing her
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 from refdelta.spec import DeltaError, Reason
 
-__all__ = ["Engine", "LocalEngine", "PauseMode", "stated", "unexpected"]
+__all__ = ["BACKENDS", "Engine", "LocalEngine", "PauseMode", "said", "stated", "unexpected", "without_backend"]
+
+BACKENDS: Final = ("delta_snapshot", "refdelta")
+"""The names of this backend in vLLM, the usual one first."""
 
 _EXECUTOR_SAYS = "', please check the stack trace above for the root cause"
 """What vLLM's executor puts behind a worker's error, in one line with it (``v1/executor/multiproc_executor.py``)."""
@@ -23,7 +28,7 @@ class Engine(Protocol):
     """One vLLM engine. Every call raises `DeltaError`: the backend's reason, or ``bad_answer``."""
 
     def backend(self) -> str | None:
-        """The name of its weight-transfer backend; None where it has none, or does not say."""
+        """The name of its weight-transfer backend; None where it does not say. Raises where it has none."""
 
     def pause(self, mode: PauseMode) -> None:
         """Stop scheduling. ``keep`` freezes running requests, ``abort`` ends them; the prefix cache stays."""
@@ -55,16 +60,37 @@ class Engine(Protocol):
 
 
 def stated(text: str) -> DeltaError | None:
-    """The backend's error in what vLLM says of a failure, or None."""
+    """The backend's error in what vLLM says of a failure, that it has none of our methods included; else None."""
+    if re.search(r"\brefdelta_\w+\W+is not implemented", text):
+        return without_backend(None)
     found = DeltaError.parse(text)
     if found is None:
         return None
     return DeltaError(found.reason, found.detail.partition(_EXECUTOR_SAYS)[0], found.tensor)
 
 
+def without_backend(found: str | None) -> DeltaError:
+    """The error for an engine on another weight-transfer backend, ``found``, or on none."""
+    has = "has no weight-transfer backend" if found is None else f"has the weight-transfer backend {found}"
+    detail = f"the engine {has}: start vLLM with a --weight-transfer-config whose backend is {BACKENDS[0]}"
+    return DeltaError(Reason.UNSUPPORTED_ENGINE, detail)
+
+
+def said(body: str) -> str:
+    """What a server's error says: the message in its JSON, else the body."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return body
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+    return found if isinstance(found, str) else body
+
+
 def unexpected(call: str, found: object) -> DeltaError:
-    """The error for an answer that is not one to ``call``."""
-    text = " ".join(str(found).split())
+    """The error for an answer that is not one to ``call``; in one line, without what `DeltaError` would encode."""
+    text = " ".join(str(found).split()).replace('"', "'")
     return DeltaError(Reason.BAD_ANSWER, f"{call}: {text[:400]}")
 
 
@@ -77,7 +103,9 @@ class LocalEngine:
     def backend(self) -> str | None:
         """See `Engine`."""
         transfer = self._llm.llm_engine.vllm_config.weight_transfer_config
-        return None if transfer is None else str(transfer.backend)
+        if transfer is None:
+            raise without_backend(None)
+        return str(transfer.backend)
 
     def pause(self, mode: PauseMode) -> None:
         """See `Engine`."""

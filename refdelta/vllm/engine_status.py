@@ -61,7 +61,7 @@ class Status:
     def name(self) -> str:
         """For messages."""
         version = "an unversioned state" if self.version is None else f"version {self.version} of run {self.run_id}"
-        return f"{version}, {self.digest}"
+        return f"{version}, {self.digest or 'of unknown digest'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from typing import Any, Self
 import httpx
 import tenacity
 
-from refdelta.vllm.engine_calls import PauseMode, stated, unexpected
+from refdelta.spec import DeltaError
+from refdelta.vllm.engine_calls import PauseMode, said, stated, unexpected, without_backend
 
 __all__ = ["HttpEngine", "Timeouts"]
 
@@ -78,7 +79,11 @@ class HttpEngine:
         """See `Engine`; None too where the server has no ``/server_info``."""
         answer = self._ask("GET", "/server_info", self.timeouts.quick, query={"config_format": "json"}, absent_ok=True)
         config = answer.get("vllm_config")
-        transfer = config.get("weight_transfer_config") if isinstance(config, dict) else None
+        if not isinstance(config, dict) or "weight_transfer_config" not in config:
+            return None
+        transfer = config["weight_transfer_config"]
+        if transfer is None:
+            raise without_backend(None)
         return str(transfer["backend"]) if isinstance(transfer, dict) and "backend" in transfer else None
 
     def pause(self, mode: PauseMode) -> None:
@@ -105,7 +110,13 @@ class HttpEngine:
     def update(self, info: Mapping[str, object]) -> None:
         """See `Engine`."""
         body = {"update_info": dict(info)}
-        answer = self._ask("POST", "/update_weights", self.timeouts.update, body=body, repeat=False)
+        try:
+            answer = self._ask("POST", "/update_weights", self.timeouts.update, body=body, repeat=False)
+        except DeltaError as error:
+            if _MASK not in error.detail:
+                raise
+            detail = f"{error.detail} (vLLM masks paths; the update was of {info.get('target_weights_path')})"
+            raise DeltaError(error.reason, detail, error.tensor) from error
         _field("/update_weights", answer, "message")
 
     def finish(self, weight_version: str | None) -> None:
@@ -172,8 +183,10 @@ class HttpEngine:
 
 def _read(call: str, answer: httpx.Response) -> dict[str, Any]:
     """The JSON object of an answer of 200; anything else raises."""
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        raise stated(answer.text) or unexpected(call, f"HTTP 404, {_NO_ROUTE}")
     if answer.status_code != httpx.codes.OK:
-        raise stated(answer.text) or unexpected(call, f"HTTP {answer.status_code}: {answer.text}")
+        raise stated(answer.text) or unexpected(call, f"HTTP {answer.status_code}: {said(answer.text)}")
     try:
         found = answer.json()
     except ValueError:
@@ -181,6 +194,11 @@ def _read(call: str, answer: httpx.Response) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise unexpected(call, f"not an object: {found}")
     return found
+
+
+_NO_ROUTE = "no such route: start vLLM with VLLM_SERVER_DEV_MODE=1, and give the server's root as the URL"
+_MASK = "<path>"
+"""What vLLM puts for paths into errors that it answers (``entrypoints/serve/exception_handling/utils.py``)."""
 
 
 def _field(call: str, answer: Mapping[str, Any], name: str) -> object:

@@ -53,9 +53,8 @@ class Ledger:
     @property
     def name(self) -> str:
         """For messages: run and version, or the digest of an engine that has none."""
-        if self.version is None:
-            return f"an unversioned state, {self.digest}"
-        return f"version {self.version} of run {self.run_id}, {self.digest}"
+        version = "an unversioned state" if self.version is None else f"version {self.version} of run {self.run_id}"
+        return f"{version}, {self.digest or 'of unknown digest'}"
 
     def holds(self, lineage: Lineage | None) -> bool:
         """Whether a delta of this lineage leads to the very version that the engine holds. Raises ``base_mismatch``
@@ -83,8 +82,8 @@ class Ledger:
             options.lineage == "required" and self.digest is None,
         )
         if any(faults):
-            based = f"version {lineage.base_version} of run {lineage.run_id}, {lineage.base_digest}"
-            raise DeltaError(Reason.BASE_MISMATCH, f"the delta is based on {based}; the engine holds {self.name}")
+            detail = f"the delta is based on {lineage.base_name}; the engine holds {self.name}"
+            raise DeltaError(Reason.BASE_MISMATCH, detail)
 
     def after(self, delta: Delta, accounts: Sequence[Account], *, repeated: bool) -> Ledger:
         """The ledger after ``delta``, of which each rank gives its account.

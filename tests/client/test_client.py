@@ -107,12 +107,31 @@ def test_phases_are_returned_and_logged(server: FakeServer, caplog: pytest.LogCa
     assert all(f"{phase} " in line for phase in seconds)
 
 
-@pytest.mark.parametrize(("arguments", "named"), [({"kv": "drop"}, "kv"), ({"delta": []}, "no delta")])
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"kv": "drop"}, "kv"),
+        ({"delta": []}, "no delta"),
+        ({"delta": None}, "delta: expected a path, or several, found NoneType"),
+        ({"delta": ["/d1", None]}, "delta: expected a path, found NoneType"),
+        ({"weight_version": 5}, "weight_version: expected a text or None, found int 5"),
+    ],
+)
 def test_bad_arguments_reach_no_engine(server: FakeServer, arguments: dict[str, Any], named: str) -> None:
     error = refused(lambda: server.client().sync(**{"delta": "/d1", **arguments}))
     assert error.reason is Reason.BAD_OPTION
     assert named in error.detail
     assert server.calls == []
+
+
+def test_an_anchor_or_an_engine_of_another_type(server: FakeServer) -> None:
+    error = refused(lambda: server.client().anchor(None))  # type: ignore[arg-type]
+    assert (error.reason, error.detail) == (Reason.BAD_OPTION, "checkpoint: expected a path, found NoneType")
+    assert server.calls == []
+    for engine in (None, FakeLLM()):
+        error = refused(lambda engine=engine: Client(engine))  # type: ignore[misc]
+        expected = "engine: expected a URL, or an Engine such as LocalEngine(llm), found "
+        assert (error.reason, error.detail) == (Reason.BAD_OPTION, expected + type(engine).__name__)
 
 
 # --- answers that are none ---------------------------------------------------------------------------------------
@@ -143,6 +162,49 @@ def test_an_odd_answer_at_any_call(server: FakeServer, call: str, odd: str) -> N
     serves(server, "base", "base+/d1")
     client.sync("/d2", kv="reset_prefix")
     serves(server, "base+/d2", "base+/d1+/d2")
+
+
+def test_a_server_without_the_routes_is_told_what_to_do(server: FakeServer) -> None:
+    """Every route of development mode is missing, the first one too."""
+    client = server.client()
+    for call in ("server_info", "is_paused"):
+        server.react(call, answer({"detail": "Not Found"}, 404))
+    error = refused(lambda: client.sync("/d1"))
+    assert error.reason is Reason.BAD_ANSWER
+    what = "start vLLM with VLLM_SERVER_DEV_MODE=1, and give the server's root as the URL"
+    assert error.detail == f"GET /is_paused: HTTP 404, no such route: {what}"
+
+
+def test_nothing_is_percent_encoded_that_a_server_says(server: FakeServer) -> None:
+    server.react("start_weight_update", lambda request: failed('Call failed: "a" is no b'))
+    error = refused(lambda: server.client().sync("/d1"))
+    assert str(error) == "refdelta[bad_answer]: POST /start_weight_update: HTTP 500: Call failed: 'a' is no b"
+
+
+NO_BACKEND = "the engine has no weight-transfer backend: start vLLM with a --weight-transfer-config whose backend is"
+
+
+@pytest.mark.parametrize("call", ["sync", "status", "audit", "recover", "anchor"])
+def test_an_engine_without_a_backend_is_never_asked(server: FakeServer, call: str) -> None:
+    server.react("server_info", answer({"vllm_config": {"weight_transfer_config": None}}))
+    error = refused(lambda: getattr(server.client(), call)(*(["/d"] if call in ("sync", "anchor") else [])))
+    assert (error.reason, error.detail) == (Reason.UNSUPPORTED_ENGINE, f"{NO_BACKEND} delta_snapshot")
+    assert server.calls == ["server_info"]
+
+
+def test_an_engine_that_does_not_say_that_it_has_none(server: FakeServer) -> None:
+    server.react("server_info", answer({"detail": "Not Found"}, 404))
+    server.react("refdelta_status", lambda request: failed("Method 'refdelta_status' is not implemented."))
+    error = refused(server.client().status)
+    assert (error.reason, error.detail) == (Reason.UNSUPPORTED_ENGINE, f"{NO_BACKEND} delta_snapshot")
+
+
+def test_a_masked_path_is_named(server: FakeServer) -> None:
+    """vLLM puts <path> for every path into what it answers."""
+    server.react("update_weights", lambda request: failed("refdelta[not_a_delta]: no file metadata.json in <path>"))
+    error = refused(lambda: server.client().sync("/tmp/run/d1"))
+    assert error.reason is Reason.NOT_A_DELTA
+    assert error.detail == "no file metadata.json in <path> (vLLM masks paths; the update was of /tmp/run/d1)"
 
 
 @pytest.mark.parametrize("call", UPDATE)
@@ -455,7 +517,7 @@ class FakeLLM:
         self.asleep = False
         self.llm_engine = self
         self.vllm_config = self
-        self.weight_transfer_config = self
+        self.weight_transfer_config: FakeLLM | None = self
         self.backend = "delta_snapshot"
 
     def _do(self, name: str, body: Any = None) -> Any:
@@ -527,6 +589,8 @@ def test_an_llm_that_does_not_wake_up_or_has_another_backend() -> None:
     assert "still asleep" in refused(lambda: Client(LocalEngine(llm)).sync("/d1")).detail
     llm.backend = "nccl"
     assert refused(Client(LocalEngine(llm)).status).reason is Reason.UNSUPPORTED_ENGINE
+    llm.weight_transfer_config = None
+    assert refused(Client(LocalEngine(llm)).status).detail == f"{NO_BACKEND} delta_snapshot"
 
 
 # --- what it needs -----------------------------------------------------------------------------------------------

@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from refdelta import DELTA_FILE, METADATA_FILE, Delta, Lineage, TensorPatch, cli, read_delta, write_delta
+from refdelta import (
+    DELTA_FILE,
+    METADATA_FILE,
+    Delta,
+    Lineage,
+    TensorPatch,
+    __version__,
+    cli,
+    read_delta,
+    write_delta,
+)
 from tests.codec.support import bf16, edit_metadata
 
 COMMAND = Path(sys.executable).parent / "refdelta"
@@ -110,6 +120,47 @@ def test_a_broken_delta_from_outside(folder: Path) -> None:
 @pytest.mark.parametrize("arguments", [(), ("inspect",), ("inspect", "a", "b"), ("inspect", "a", "--no"), ("no",)])
 def test_bad_usage_is_one_line_and_exit_2(arguments: tuple[str, ...]) -> None:
     assert_refused(refdelta(*arguments), "bad_option")
+
+
+def test_version() -> None:
+    done = refdelta("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"refdelta {__version__}\n", "")
+
+
+ENTRY = "import sys; sys.argv[0] = 'refdelta'; from refdelta.cli import main; main()"
+
+
+@pytest.mark.parametrize("module", ["typer", "rich", "torch"])
+def test_ctrl_c_while_it_imports_is_one_line(module: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-c", ENTRY, "inspect", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_at_work_is_one_line_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    """SIGINT while a delta is written; the signal comes from inside, so that it comes then."""
+    program = """
+import os, signal, refdelta.encode
+def interrupted(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+    raise AssertionError("no signal")
+refdelta.encode.write_hashed = interrupted
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program + ENTRY, "compose", str(folder), "-o", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_help_needs_no_torch() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from refdelta import DELTA_FILE, cli, read_delta
+from refdelta import DELTA_FILE, METADATA_FILE, cli, read_delta
 from refdelta.digest import state_digest
 from tests.codec.checkpoints import INDEX, changed, every_dtype, safetensors, split, write
 
@@ -187,6 +187,74 @@ def test_outputs_that_exist_are_replaced_only_when_asked(
     assert (delta / "letter").read_text() == "dear"
 
 
+def test_outputs_that_cannot_be_are_refused_before_any_work(
+    tmp_path: Path, places: tuple[Path, Path], refdelta: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, target = places
+    delta, out = tmp_path / "delta", tmp_path / "out"
+    refdelta("diff", base, target, "-o", delta)
+    refdelta("apply", delta, base, "-o", out)
+
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("worked before it looked at the output")
+
+    for name in ("refdelta.checkpoint_diff.diff_checkpoints", "refdelta.apply.read_delta"):
+        monkeypatch.setattr(name, work)
+    for command in (("diff", base, target), ("apply", delta, base), ("compose", delta, delta)):
+        refused(refdelta(*command, "-o", out), "target_exists")
+        line = refused(refdelta(*command, "-o", tmp_path / "no" / "x"), "write_failed")
+        assert f"there is no directory {tmp_path / 'no'}" in line
+        if os.geteuid() == 0:  # root, whom the mode of a directory does not stop
+            continue
+        (tmp_path / "closed").mkdir(mode=0o500, exist_ok=True)
+        assert "nothing can be written into" in refused(
+            refdelta(*command, "-o", tmp_path / "closed" / "x"), "write_failed"
+        )
+
+
+def test_applied_in_place_nothing_is_lost(tmp_path: Path, places: tuple[Path, Path], refdelta: Run) -> None:
+    """The checkpoint itself as the output: exchanged whole, kept where it fails, refused where files would be lost."""
+    base, target = places
+    (base / "config.json").write_text("{}")
+    refdelta("diff", base, target, "-o", tmp_path / "delta", "--run-id", "r", "--version", "1")
+    for name in ("pytorch_model.bin", ".git/HEAD"):
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).write_text("mine")
+    before = files(base)
+    line = refused(refdelta("apply", tmp_path / "delta", base, "-o", base, "--force"), "bad_option")
+    assert "is the checkpoint itself, and would lose .git, pytorch_model.bin" in line
+    refused(refdelta("apply", tmp_path / "delta", base, "-o", base), "target_exists")
+    assert files(base) == before
+    for name in (".git/HEAD", "pytorch_model.bin"):
+        (base / name).unlink()
+    (base / ".git").rmdir()
+    (tmp_path / "link").symlink_to(base)
+    assert refdelta("apply", tmp_path / "delta", tmp_path / "link", "-o", base, "--force")[0] == 0
+    after = files(base)
+    assert after.keys() == before.keys() - {"pytorch_model.bin", ".git/HEAD"}
+    assert after["config.json"] == b"{}"
+    assert state_digest(state(base)) == state_digest(state(target))
+    refused(refdelta("apply", tmp_path / "delta", base, "-o", base, "--force"), "base_mismatch")
+    assert files(base) == after
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "target", "delta", "link"}
+
+
+def test_a_file_applied_in_place(tmp_path: Path, refdelta: Run) -> None:
+    base, target = every_dtype(), changed(every_dtype())
+    place = tmp_path / "b.safetensors"
+    place.write_bytes(safetensors(base))
+    (tmp_path / "t.safetensors").write_bytes(safetensors(target))
+    refdelta("diff", place, tmp_path / "t.safetensors", "-o", tmp_path / "delta", "--run-id", "r", "--version", "1")
+    assert refdelta("apply", tmp_path / "delta", place, "-o", place, "--force")[0] == 0
+    assert place.read_bytes() == (tmp_path / "t.safetensors").read_bytes()
+    refused(refdelta("apply", tmp_path / "delta", place, "-o", place, "--force"), "base_mismatch")
+    assert place.read_bytes() == (tmp_path / "t.safetensors").read_bytes()
+
+
+def files(place: Path) -> dict[str, bytes]:
+    return {path.relative_to(place).as_posix(): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
 def test_refusals(tmp_path: Path, places: tuple[Path, Path], refdelta: Run) -> None:
     base, target = places
     delta = tmp_path / "delta"
@@ -199,7 +267,8 @@ def test_refusals(tmp_path: Path, places: tuple[Path, Path], refdelta: Run) -> N
     assert "scalar has shape [1] in the checkpoint, [] in the delta" in line
     refused(refdelta("diff", base, tmp_path / "none", "-o", tmp_path / "x"), "not_a_checkpoint")
     refused(refdelta("diff", delta, base, "-o", tmp_path / "x"), "not_a_checkpoint")
-    refused(refdelta("apply", base, delta, "-o", tmp_path / "x"), "not_a_delta")
+    refused(refdelta("apply", base, delta, "-o", tmp_path / "x"), "not_a_checkpoint")
+    refused(refdelta("apply", base, base, "-o", tmp_path / "x"), "not_a_delta")
     refused(refdelta("verify", base), "not_a_delta")
     refused(refdelta("verify", delta, "--base", tmp_path / "none"), "not_a_checkpoint")
     refused(refdelta("diff", base, target, "-o", tmp_path / "no" / "x"), "write_failed")
@@ -208,6 +277,23 @@ def test_refusals(tmp_path: Path, places: tuple[Path, Path], refdelta: Run) -> N
     (base / INDEX).write_text('{"weight_map": {"w": "../target/model-1.safetensors"}}')
     refused(refdelta("diff", base, target, "-o", tmp_path / "x"), "bad_metadata")
     assert not (tmp_path / "x").exists()
+
+
+def test_a_file_in_the_place_of_a_directory_is_called_one(
+    tmp_path: Path, places: tuple[Path, Path], refdelta: Run
+) -> None:
+    base, target = places
+    delta, letter = tmp_path / "delta", tmp_path / "letter"
+    refdelta("diff", base, target, "-o", delta)
+    letter.write_text("dear, dear reader")
+    for command in (("inspect", letter), ("apply", letter, base, "-o", tmp_path / "x"), ("verify", letter)):
+        assert f"{letter} is a file; a directory is expected" in refused(refdelta(*command), "not_a_delta")
+    line = refused(refdelta("apply", delta, letter, "-o", tmp_path / "x"), "bad_header")
+    assert "this is a file, and a delta or a checkpoint of several files is a directory" in line
+    for name in (DELTA_FILE, METADATA_FILE):
+        line = refused(refdelta("apply", delta, delta / name, "-o", tmp_path / "x"), "not_a_checkpoint")
+        assert f"{delta / name} is a file of a delta, which is the directory {delta}" in line
+    assert f"no directory {tmp_path / 'none'}\n" in refused(refdelta("inspect", tmp_path / "none"), "not_a_delta")
 
 
 @pytest.mark.parametrize(

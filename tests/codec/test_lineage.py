@@ -29,7 +29,7 @@ from refdelta import (
     write_delta,
 )
 from refdelta.apply import compose
-from refdelta.digest import state_digest
+from refdelta.digest import ZERO, state_digest
 from refdelta.spec import INVARIANTS, UNVERSIONED, copy_state
 from tests.codec.support import assert_same, bf16, edit_metadata
 
@@ -119,7 +119,7 @@ def test_fault_15_delta_with_base_40_to_a_receiver_at_0() -> None:
     encoder = DeltaEncoder(first, run_id="run")
     error = refused(Reason.BASE_MISMATCH, lambda: encoder.commit(delta))
     assert "version 40 of run run" in error.detail
-    assert "is 0 of run" in error.detail
+    assert "is version 0 of run" in error.detail
     assert (encoder.version, encoder.digest) == (0, state_digest(first))
 
 
@@ -370,3 +370,17 @@ def test_many_versions_cost_no_drift() -> None:
         flat[torch.from_numpy(rng.integers(0, len(flat), 5))] ^= int(rng.integers(1, 2**15))
         encoder.commit(encoder.encode(weights))
     assert (encoder.version, encoder.digest) == (200, digests.state_digest(weights))
+
+
+def test_a_lineage_without_a_base_says_so_in_words() -> None:
+    """Nobody is to read of version None."""
+    assert Lineage("r", 2).base_name == "no stated version of run r, no stated digest"
+    assert Lineage("r", 2, 1, ZERO).base_name == f"version 1 of run r, {ZERO}"
+    held = state(1, 2, 3)
+    encoder = DeltaEncoder(held, run_id="r")
+    unversioned = replace(encoder.encode(held), lineage=Lineage("r", 2, base_digest="rd1:" + "0" * 15 + "7"))
+    for attempt in (
+        partial(encoder.commit, unversioned),
+        partial(apply_delta, unversioned, held, digest=state_digest(held)),
+    ):
+        assert "None" not in refused(Reason.BASE_MISMATCH, attempt, held).detail

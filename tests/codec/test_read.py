@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -597,3 +598,16 @@ def test_no_allocation_beyond_what_the_file_holds(tmp_path: Path, monkeypatch: p
     held = (folder / DELTA_FILE).stat().st_size
     assert asked
     assert max(asked) <= max(held, (folder / METADATA_FILE).stat().st_size)
+
+
+def test_the_name_of_a_missing_file_outlives_a_mask_of_paths(tmp_path: Path) -> None:
+    """vLLM puts <path> for paths into errors that it answers (0.32, `serve/exception_handling/utils.py`)."""
+    write_delta(Delta((), 0), tmp_path / "d")
+    for name in (DELTA_FILE, METADATA_FILE):
+        (tmp_path / "d" / name).unlink()
+        with pytest.raises(DeltaError) as caught:
+            read_delta(tmp_path / "d")
+        text = str(caught.value)
+        for pattern in (r"/(?:home|usr|opt|var|tmp|root|lib|mnt|srv)(?:/[\w.\-]+)+", r"(?:/[\w\-]+)+/[\w\-]+\.\w+"):
+            text = re.sub(pattern, "<path>", text)
+        assert text.startswith(f"refdelta[not_a_delta]: no file {name} in ")

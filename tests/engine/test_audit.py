@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from refdelta import DeltaEncoder, Lineage, cli, write_delta
 from refdelta.checkpoint import Checkpoint
 from refdelta.spec import Delta, DeltaError, Reason, TensorPatch
-from refdelta.vllm.audit import audit, compare
+from refdelta.vllm.audit import audit, compare, explained
 from refdelta.vllm.audit_report import AuditReport, Outcome, RankAudit, TensorAudit
 
 BF16 = torch.bfloat16
@@ -396,6 +396,15 @@ def test_the_command_tells_equal_from_different(
     ("answer", "line"),
     [
         ((404, {"detail": "Not Found"}), "[unsupported_engine] URL: no /collective_rpc: the server must run with"),
+        (
+            (500, {"error": {"message": "Method 'refdelta_compare' is not implemented." + " more" * 200, "code": 500}}),
+            "[unsupported_engine] URL: the engine has no audit: start vLLM with --worker-extension-cls "
+            "refdelta.vllm.audit.AuditExtension\n",
+        ),
+        (
+            (500, {"error": {"message": "EngineDeadError"}}),
+            "[unsupported_engine] URL: status 500: 'EngineDeadError'; was",
+        ),
         ((500, "Internal Server Error"), "[unsupported_engine] URL: status 500: 'Internal Server Error'; was it"),
         ((200, "nonsense"), "[unsupported_engine] URL answered 'nonsense'"),
         ((200, {"results": ["None"]}), "[rank_failed] expected one audit a rank, found 'None'"),
@@ -414,6 +423,51 @@ def test_the_command_refuses_in_one_line(
     assert out == ""
     assert error.startswith("error: " + line.replace("URL", url))
     assert error.count("\n") == 1
+
+
+def test_another_model_is_called_one(base: tuple[State, Path], tmp_path: Path) -> None:
+    """An engine whose loader refuses the checkpoint, because it is of another model."""
+    state, checkpoint = base
+    others = {
+        "shape": ({**state, "norm": torch.zeros(8, dtype=BF16)}, Reason.SHAPE_MISMATCH, "BF16 [4]", "BF16 [8]"),
+        "dtype": ({**state, "norm": torch.zeros(4)}, Reason.DTYPE_MISMATCH, "BF16 [4]", "F32 [4]"),
+        "name": (state | {"extra": state["k"].clone()}, Reason.UNKNOWN_TENSOR, "none of this name", "BF16 [4, 8]"),
+    }
+    toy = ranks_with(state)[0]
+    for kind, (tensors, reason, here, there) in others.items():
+        other = tmp_path / kind
+        other.mkdir()
+        save_file(tensors, other / "model.safetensors")
+        with pytest.raises(DeltaError) as caught:
+            compare(toy, other) if kind == "shape" else refuse()
+        assert caught.value.reason is Reason.UNSUPPORTED_ENGINE
+        found = explained(caught.value, lambda: checkpoint, other)
+        name = "extra" if kind == "name" else "norm"
+        says = f"the engine runs another model, {checkpoint}, than {other}: it has {here}, the checkpoint {there}"
+        assert (found.reason, found.detail, found.tensor) == (reason, says, name)
+        unknown = explained(caught.value, lambda: tmp_path / "not cached", other)
+        assert unknown.reason is Reason.UNSUPPORTED_ENGINE
+        assert unknown.detail == f"{caught.value.detail}; is it another model than {other}?"
+        assert explained(caught.value, lambda other=other: other, other) is caught.value  # type: ignore[misc]
+
+
+def refuse() -> None:
+    raise DeltaError(Reason.UNSUPPORTED_ENGINE, "layout: the loader refuses")
+
+
+def test_other_errors_are_not_explained(tmp_path: Path) -> None:
+    error = DeltaError(Reason.BASE_MISMATCH, "another base")
+    assert explained(error, lambda: tmp_path, tmp_path / "x") is error
+
+
+def test_an_llm_without_the_extension() -> None:
+    class Llm:
+        def collective_rpc(self, method: str, args: object) -> None:
+            raise NotImplementedError(f"Method {method!r} is not implemented.")
+
+    with pytest.raises(DeltaError, match="the engine has no audit: make the LLM with worker_extension_cls") as caught:
+        audit(Llm(), "base")
+    assert caught.value.reason is Reason.UNSUPPORTED_ENGINE
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/", "no url", "http://[/"])

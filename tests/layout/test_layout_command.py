@@ -129,3 +129,73 @@ def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: py
     assert code == 2
     assert printed.startswith("error: [write_failed] ")
     assert printed.count("\n") == 1
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """A hub whose cache holds `me/tiny`; (id, whether the cache alone was asked) of every call."""
+    calls: list[tuple[str, bool]] = []
+
+    def download(hub_id: str, file: str, *, local_files_only: bool = False) -> str:
+        calls.append((hub_id, local_files_only))
+        if (hub_id, file) != ("me/tiny", "config.json"):
+            raise OSError("no route to the hub\nand more")
+        return str(QWEN)
+
+    module = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(module, "hf_hub_download", download)
+    monkeypatch.setattr(module.constants, "HF_HUB_OFFLINE", False)
+    return calls
+
+
+def test_a_local_path_comes_before_any_hub(
+    hub: list[tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "me" / "tiny").mkdir(parents=True)
+    (tmp_path / "me" / "tiny" / "config.json").write_text(QWEN.read_text())
+    monkeypatch.chdir(tmp_path)
+    assert run(["layout", "me/tiny"]) == 0
+    assert hub == []
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "./me/tiny", "/me/tiny", "a/b/c", "me/", "me/config.json", ""])
+def test_what_is_no_id_asks_no_hub(
+    hub: list[tuple[str, bool]], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["layout", name]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: [unreadable] ")
+    assert line.count("\n") == 1
+    assert hub == []
+
+
+def test_an_id_is_looked_up_in_the_cache_first(
+    hub: list[tuple[str, bool]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub itself is asked last, and only where that is not offline."""
+    assert run(["layout", "me/tiny"]) == 0
+    assert hub == [("me/tiny", True)]
+    hub.clear()
+    capsys.readouterr()
+    assert run(["layout", "me/other"]) == 2
+    assert hub == [("me/other", True), ("me/other", False)]
+    expected = "error: [unreadable] me/other: no such file or directory, and no such hub id: no route to the hub\n"
+    assert capsys.readouterr().err == expected
+    hub.clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert run(["layout", "me/other"]) == 2
+    assert hub == [("me/other", True)]
+    assert "no such hub id in the local cache, and HF_HUB_OFFLINE is set\n" in capsys.readouterr().err
+
+
+def test_a_picture_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(*_: object) -> None:
+        raise AssertionError("worked before it looked at the picture")
+
+    monkeypatch.setattr("refdelta.model_files.ModelFiles.read", work)
+    for picture, reason in ((tmp_path / "no" / "x.png", "write_failed"), (tmp_path / "x.pdf", "bad_option")):
+        assert run(["layout", str(QWEN), "--picture", str(picture)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: [{reason}] {picture}: ")

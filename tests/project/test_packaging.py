@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 
 import refdelta
 from refdelta import cli
+from refdelta.cli import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -214,7 +215,9 @@ def test_make_targets_in_documents_exist(document: str) -> None:
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "conformance/README.md"])
 def test_commands_in_documents_exist(document: str) -> None:
-    known = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}
+    known = {
+        command.name or command.callback.__name__ for command in commands.app.registered_commands if command.callback
+    }
     code = code_of((ROOT / document).read_text())
     named = {name for line in code for name in re.findall(r"^(?:\.venv/bin/)?refdelta (\w+)", line)}
     assert named <= known

@@ -5,14 +5,18 @@ Most runs are of a small suite, the plumbing of the real one around tests whose 
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from conformance import matrix
+from conformance import checkpoints, matrix
+from conformance.engines import BadEngine
+from conformance.live import backends
+from conformance.options import Options
 from conformance.run import Exit
-from tests.suite.runs import CONFORMANCE, Outcome, run, run_all
+from tests.suite.runs import CONFORMANCE, REPOSITORY, Outcome, run, run_all
 
 QUIET = ("-q", "-p", "no:cacheprovider")
 ENGINE = "tests.suite.test_command_line"
@@ -190,6 +194,21 @@ USAGE_ERRORS = {
     (*FOREIGN, "--plugin", "tests.suite.plugins.boastful"): "declares unknown capabilities ['flies']",
     (*FOREIGN, "--plugin", "tests.suite.runs", "--update-info", "{"): "--update-info is no JSON",
     (*FOREIGN, "--plugin", "tests.suite.runs", "--update-info", '{"a": 1}'): "a JSON object that holds {path}",
+    (
+        *FOREIGN,
+        "--plugin",
+        "tests.suite.plugins.incomplete",
+    ): "cannot be imported: ModuleNotFoundError: No module",
+    (*FOREIGN, "--plugin", "tests.suite.plugins.whole:absent"): "has no attribute 'absent'",
+    ("--engine", "vllm", "--checkpoint", "/nope"): "--checkpoint /nope: no such directory.",
+    (
+        "--engine",
+        "vllm",
+        "--checkpoint",
+        "no-such/model",
+    ): "no such hub id in the local cache (to fetch it: hf",
+    ("--engine", "vllm", "--checkpoint", "."): ".: not a whole checkpoint, ",
+    ("--hypothesis-profile", "nope"): "--hypothesis-profile takes ci, nightly, quick, program, smoke, and got 'nope'.",
     ("--level", "live"): "--level takes applier, reader, writer, codec, canonical, versioned, router with this engine",
     ("--xfails-file", "absent"): "No such file or directory",
     ("--xfails-file", "no_issue.txt"): "line 1: expected `ID  # issue link`, found 'test_codec_other.py::test_fails'.",
@@ -197,11 +216,9 @@ USAGE_ERRORS = {
     ("--report", "absent/report.json"): "--report absent/report.json: not a file in a directory that exists.",
     ("no/such/test.py",): "file or directory not found: no/such/test.py",
 }
-CODES = {
+CODES: dict[tuple[str, ...], Exit] = {
     ("--engine", "no.such.module:Codec"): Exit.INFRASTRUCTURE,
     ("--engine", "exec:/no/such/program"): Exit.INFRASTRUCTURE,
-    (*FOREIGN, "--plugin", "no.such.module"): Exit.INFRASTRUCTURE,
-    (*FOREIGN, "--plugin", "no_such_module"): Exit.INFRASTRUCTURE,
 }
 """Those that are no bad usage: what is named does not start."""
 
@@ -235,6 +252,44 @@ def test_bad_usage_is_one_sentence(outcomes: dict[object, Outcome], arguments: t
     assert len(lines) == 1, outcome.text
     assert lines[0].startswith("ERROR: ")
     assert USAGE_ERRORS[arguments] in lines[0]
+
+
+def test_a_checkpoint_is_found_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole directory, and a hub id whose snapshot the local cache holds; a shard that is missing is named."""
+    snapshot = tmp_path / "models--me--tiny" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (snapshot / checkpoints.INDEX_FILE).write_text(json.dumps(index))
+    (snapshot / "one.safetensors").touch()
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for name in ("me/tiny", str(snapshot)):
+        with pytest.raises(checkpoints.NoCheckpoint, match=r"has no two\.safetensors$"):
+            checkpoints.given(name)
+    (snapshot / "two.safetensors").touch()
+    for name in ("me/tiny", str(snapshot)):
+        assert checkpoints.given(name).directory == snapshot
+    for name in ("me/other", "./tiny", "/me/tiny"):
+        with pytest.raises(checkpoints.NoCheckpoint, match="no such directory"):
+            checkpoints.given(name)
+
+
+def test_a_plugin_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(backends, "_TRIAL_S", 0.5)
+    options = Options("vllm", None, (1,), None, backend="mine", plugin="hangs")
+    with pytest.raises(BadEngine, match=r"Plugin 'hangs' is not imported within 0\.5 s\."):
+        backends.check_import(options, tmp_path)
+
+
+def test_collecting_imports_no_plugin(tmp_path: Path) -> None:
+    """Only a run that starts engines pays for it."""
+    arguments = [str(CONFORMANCE / "test_live.py"), "--collect-only", *FOREIGN]
+    (outcome,) = run_all([[*QUIET, *arguments, "--plugin", "tests.suite.plugins.incomplete"]], tmp_path)
+    assert outcome.code == pytest.ExitCode.OK, outcome.text
 
 
 def test_codec_run(outcomes: dict[object, Outcome]) -> None:
@@ -361,3 +416,12 @@ def test_hypothesis_profiles(tmp_path: Path, profile: str, derandomised: bool, k
     assert f"profile {profile}, derandomised: {derandomised}" in outcome.text
     assert not list(cwd.iterdir())
     assert bool(list(temporary.glob("refdelta-hypothesis-*/examples/*"))) == kept
+
+
+def test_an_unknown_profile_of_the_tests_is_one_sentence(tmp_path: Path) -> None:
+    """The environment chooses that of refdelta's own tests, as one line of usage, whatever else pytest prints."""
+    tests = str(REPOSITORY / "tests" / "project")
+    outcome = run(*QUIET, "--collect-only", tests, cwd=tmp_path, HYPOTHESIS_PROFILE="nope")
+    assert outcome.code == pytest.ExitCode.USAGE_ERROR, outcome.text
+    assert outcome.text.strip().startswith("ERROR: HYPOTHESIS_PROFILE: Profile 'nope' is not registered")
+    assert "\n" not in outcome.text.strip()

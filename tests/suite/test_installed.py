@@ -97,8 +97,22 @@ def test_it_runs_in_an_empty_directory_and_leaves_it_so(installed: Path, way: st
     assert found.code == Exit.PASSED, found.text[-4000:]
     assert found.words()["counted"] == "pass"
     assert "live tests deselected" in found.text or way == "one module"
+    assert "PytestAssertRewriteWarning" not in found.text
     assert report.exists()
     assert not list(cwd.iterdir())
+
+
+def test_ctrl_c_in_a_test_is_130(installed: Path, tmp_path: Path) -> None:
+    """pytest's own code for it is the suite's for bad usage."""
+    text = "import os, signal\ndef interrupt(*_):\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "mine.py").write_text(
+        text
+        + "class Codec:\n    name = 'mine'\n    capabilities = set()\n    encode = apply = interrupt\nCODEC = Codec()\n"
+    )
+    words = (*WAYS["the command"][:3], "-q", "-k", "test_counts", "--engine", "mine:CODEC")
+    found = run(installed, tmp_path, sys.executable, *words)
+    assert found.code == 130, found.text[-3000:]
+    assert "Traceback" not in found.text
 
 
 def test_it_is_the_wheel_s(installed: Path, tmp_path: Path) -> None:

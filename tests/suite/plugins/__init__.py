@@ -1,1 +1,1 @@
-"""Plugin modules of backends, as the suite reads them; none is ever imported."""
+"""Plugin modules of backends, as the suite reads them; never imports them itself."""

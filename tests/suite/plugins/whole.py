@@ -1,0 +1,3 @@
+"""Can be imported, and registers nothing."""
+
+CAPABILITIES: frozenset[str] = frozenset()
