@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from conformance import matrix
 from conformance.mutants import codec_run, own_run, report
+from conformance.mutants.beside import beside
 from conformance.mutants.cells import Judged, killed_by
 from conformance.mutants.registry import CODEC, EXAMPLES, LIVE, OWN, RUNS, SEEDS, Mutant, mutants
 
@@ -47,22 +48,35 @@ def run(wanted: Sequence[Mutant], options: argparse.Namespace, passed: set[str])
     """Each of them, and the unbroken live engine on rows that it has not passed yet."""
     of = {kind: [mutant for mutant in wanted if mutant.run == kind] for kind in RUNS}
     seeds = {kind: options.seeds or count for kind, count in SEEDS.items()}
-    if of[OWN]:
-        yield from own_run.run(of[OWN], processes=options.processes)
-    if of[CODEC] and options.quick:
-        yield from codec_run.quick(of[CODEC], seeds[CODEC])
-    elif of[CODEC]:
-        how = {"seeds": seeds[CODEC], "examples": EXAMPLES, "processes": options.processes}
-        yield from codec_run.run(of[CODEC], **how)
-    if of[LIVE]:
+
+    def without_engines() -> Iterator[Judged]:
+        if of[OWN]:
+            yield from own_run.run(of[OWN], processes=options.processes)
+        if of[CODEC] and options.quick:
+            yield from codec_run.quick(of[CODEC], seeds[CODEC])
+        elif of[CODEC]:
+            how = {"seeds": seeds[CODEC], "examples": EXAMPLES, "processes": options.processes}
+            yield from codec_run.run(of[CODEC], **how)
+
+    def with_engines() -> Iterator[Judged]:
         from conformance.mutants import live_run
 
         yield from live_run.run(of[LIVE], seeds=seeds[LIVE], quick=options.quick, passed=passed)
+
+    sources = [
+        *([without_engines] if of[OWN] or of[CODEC] else []),
+        *([with_engines] if of[LIVE] else []),
+    ]
+    # A live row waits for its engines half of the time.
+    return sources[0]() if len(sources) == 1 else beside(sources)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run, tell, and store where that is asked for: after each mutant, so that an ended run can go on."""
     options, began = _parsed(arguments), time.monotonic()
+    whole = not (options.kind or options.only or options.missing)
+    if whole and options.write:
+        report.STORED.unlink(missing_ok=True)
     stored = report.Result.read()
     wanted = chosen(options, stored)
     found = report.Result(matrix.header("")[2].split(maxsplit=1)[1])
@@ -77,6 +91,9 @@ def main(arguments: Sequence[str]) -> int:
     survivors = [mutant.name for mutant in wanted if report.survives(mutant, found.cells[mutant.name])]
     unbroken = sorted(killed_by(found.cells.get(report.UNBROKEN, {})))
     seconds = round(time.monotonic() - began)
+    if whole and options.write:
+        stored.took = f"{seconds} s by the clock on {os.cpu_count()} processors"
+        stored.write()
     print(f"{len(wanted)} mutants in {seconds} s; survivors: {', '.join(survivors) or 'none'}")
     if unbroken:
         print(f"the engine without a mutant fails {', '.join(unbroken)}")

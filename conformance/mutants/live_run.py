@@ -55,6 +55,7 @@ class SharedRow(Row):
 
     def _reset(self) -> None:
         self._break(None)
+        self.every_rank_answers()  # a mutant may have left replies of its own in the channel
         anchor = self._anchor(self.base)
         found = self.sync({"target_weights_path": str(anchor)})
         assert found is None, f"{self.name}: the anchor was refused: {found}"

@@ -31,6 +31,8 @@ class Result:
     """Mutant -> its cells; those of the unbroken engine under its name."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Mutant -> what `Judged` says."""
+    took: str = ""
+    """What the run of all of them took by the clock; empty where the results are of several runs."""
 
     def add(self, judged: Judged) -> None:
         """Put in what was found of one mutant; of the unbroken engine, on one row of several."""
@@ -48,7 +50,8 @@ class Result:
         """Store it, without mutants that are no more."""
         names = [*(mutant.name for mutant in mutants()), UNBROKEN]
         found = {n: {"seconds": self.seconds[n], "tests": to_json(self.cells[n])} for n in names if n in self.cells}
-        path.write_text(json.dumps({"libraries": self.libraries, "mutants": found}, indent=1) + "\n")
+        whole = {"libraries": self.libraries, "took": self.took, "mutants": found}
+        path.write_text(json.dumps(whole, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path = STORED) -> Result:
@@ -56,7 +59,7 @@ class Result:
         if not path.exists():
             return cls()
         whole = json.loads(path.read_text())
-        result = cls(whole["libraries"])
+        result = cls(whole["libraries"], took=whole["took"])
         for name, found in whole["mutants"].items():
             result.cells[name] = {test: Cell(**cell) for test, cell in found["tests"].items()}
             result.seconds[name] = found["seconds"]
@@ -141,7 +144,8 @@ def _took(result: Result) -> str:
         names = [mutant.name for mutant in mutants(run)] + ([UNBROKEN] if run == LIVE else [])
         seconds = round(sum(result.seconds[name] for name in names))
         lines.append(_row([run, str(len(mutants(run))), f"{seconds} {how}"]))
-    return "\n".join([*lines, "", f"With {result.libraries}."])
+    runs = f"One run, {result.took}" if result.took else "Several runs"
+    return "\n".join([*lines, "", f"{runs}, with {result.libraries}."])
 
 
 def _unbroken(result: Result) -> int:

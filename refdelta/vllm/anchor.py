@@ -62,6 +62,8 @@ class AnchorUpdate:
     written: int = 0
     dropped: dict[str, str] = field(default_factory=dict)
     _done: list[int] = field(default_factory=list)
+    _cleared: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    """Parameter, positions and old values of padding that was not zero."""
     _values: Tensor | None = None
 
     @classmethod
@@ -113,7 +115,7 @@ class AnchorUpdate:
         return after
 
     def write(self) -> None:
-        """Swap every box with the engine's, and read it back."""
+        """Swap every box with the engine's, and read it back; clear what padding somebody has written to."""
         self.target.check_storage()
         for number, region in enumerate(self.target.layout.regions):
             live, new = self.target.attestation.proved[region.param], self.held[number]
@@ -121,9 +123,17 @@ class AnchorUpdate:
             self._done.append(number)
             self._put(live, region, new)
             self.written += region.numel
+        for live, places in self._padding():
+            old = bits.gather(live, places)
+            if bits.bit_view(old).any():
+                self._cleared.append((live, places, old))
+                bits.scatter_(live, places, torch.zeros_like(old))
 
     def undo(self) -> None:
         """Write the old values back, last written first."""
+        while self._cleared:
+            bits.scatter_(*self._cleared[-1])
+            self._cleared.pop()
         while self._done:
             number = self._done[-1]
             region = self.target.layout.regions[number]
@@ -137,6 +147,14 @@ class AnchorUpdate:
     def touched(self) -> list[int]:
         """Every block."""
         return list(range(len(self.before.blocks)))
+
+    def _padding(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each proved parameter's padding: the parameter, and flat positions in it. A fresh load leaves zeros there."""
+        for name, live in self.target.attestation.proved.items():
+            if place := self.target.places.get(name):
+                yield live, place.unused(live.numel())
+            else:
+                yield from ((live, positions(box)) for box in self.target.layout.padding.get(name, ()))
 
     def _by_region(self) -> Iterator[tuple[int, Tensor]]:
         """(number, values) of every counted region; tied names hold what their partner holds."""

@@ -7,13 +7,15 @@ has beside codec and engine, runs under one seed against its own test alone. Liv
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from conformance import matrix
 from conformance.mutants import report
-from conformance.mutants.cells import Cell
+from conformance.mutants.beside import beside
+from conformance.mutants.cells import Cell, Judged
 from conformance.mutants.checks import NEVER_ALONE, NOT_RUN
 from conformance.mutants.codec_run import methods_of
 from conformance.mutants.readers import SwallowsErrors
@@ -98,6 +100,27 @@ def test_a_survivor_is_told() -> None:
 def test_only_tests_that_reach_a_mutation_are_left_out() -> None:
     assert methods_of(SwallowsErrors, Plain) == {"read"}
     assert methods_of(Plain, Plain) == {"name"}
+
+
+def _judged(*names: str) -> Callable[[], Iterator[Judged]]:
+    def source() -> Iterator[Judged]:
+        for name in names:
+            yield Judged(name, {"t": Cell("refuses", 1, 1)}, 0.5)
+            if name == "fails":
+                raise ValueError(name)
+
+    return source
+
+
+def test_runs_side_by_side_lose_nothing() -> None:
+    found = list(beside([_judged("a", "b"), _judged("c"), _judged()]))
+    assert sorted(judged.name for judged in found) == ["a", "b", "c"]
+    assert all(judged.cells == {"t": Cell("refuses", 1, 1)} for judged in found)
+
+
+def test_a_run_that_fails_is_no_result() -> None:
+    with pytest.raises(RuntimeError, match="source failed"):
+        list(beside([_judged("a", "b"), _judged("fails")]))
 
 
 @pytest.mark.parametrize(
