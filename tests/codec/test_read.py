@@ -168,6 +168,7 @@ METADATA: dict[str, tuple[Reason, Callable[[dict[str, Any]], object]]] = {
     "requires unknown": (Reason.UNSUPPORTED_EXTENSION, put("requires", ["non_floating_values", "zstd"])),
     "requires text": (Reason.BAD_METADATA, put("requires", "zstd")),
     "requires numbers": (Reason.BAD_METADATA, put("requires", [1])),
+    "requires a number beside a text": (Reason.BAD_METADATA, put("requires", ["non_floating_values", 1])),
     "lineage list": (Reason.BAD_METADATA, put("lineage", [])),
     "lineage without run": (Reason.BAD_METADATA, put("lineage", {"version": 1})),
     "lineage without version": (Reason.BAD_METADATA, put("lineage", {"run_id": "r"})),
@@ -520,6 +521,15 @@ def test_earlier_layouts_are_recognised(tmp_path: Path, layout: str, version: in
     assert refusal(folder).reason is Reason.LEGACY_LAYOUT
 
 
+@pytest.mark.parametrize("version", [None, 1, 3])
+def test_of_another_version_nothing_but_an_earlier_layout_is_looked_for(tmp_path: Path, version: int | None) -> None:
+    """What else is wrong with the payload, in the eyes of version 2, is beside the point."""
+    folder = valid(tmp_path)
+    edit_metadata(folder, put("format_version", version))
+    (folder / DELTA_FILE).write_bytes(b"no header")
+    assert refusal(folder).reason is Reason.UNSUPPORTED_VERSION
+
+
 @pytest.mark.parametrize("key", ["delta.indices_flat", "delta.values_flat", "delta.layer_lengths"])
 def test_one_key_of_the_packed_layout_is_enough_to_name_it(tmp_path: Path, key: str) -> None:
     folder = valid(tmp_path)
@@ -534,7 +544,7 @@ def test_a_payload_of_other_keys_is_no_earlier_layout(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     folder = valid(tmp_path)
-    for keys in (["w"], ["w.weight", "v.bias"], ["w.indices", "w"]):
+    for keys in (["w"], ["w.weight", "v.bias"], ["w.indices", "w"], ["0.indices", "w.values"]):
         save_file({key: torch.zeros(2, 3) for key in keys}, folder / DELTA_FILE)
         assert refusal(folder).reason is Reason.KEYS_MISMATCH, keys
 
