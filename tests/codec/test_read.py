@@ -278,6 +278,11 @@ def test_an_impossible_total_is_named_before_the_payload_is_read(tmp_path: Path,
     assert "total_elements" in error.detail
 
 
+def test_the_largest_total_is_taken(tmp_path: Path) -> None:
+    total = 2**63 - 1
+    assert read_delta(write_v2(tmp_path / "d", layers(), total)).total_elements == total
+
+
 # Payload
 
 
