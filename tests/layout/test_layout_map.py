@@ -264,6 +264,48 @@ def test_check_finds_dtype_conversion() -> None:
     assert not layout.check().ok
 
 
+WHOLE = Box(0, (2, 3), (3, 1))
+LATE = Box(1, (2, 3), (3, 1))
+"""One element too far in a tensor of (2, 3)."""
+
+
+@pytest.mark.parametrize("side", ["source", "param"])
+def test_check_finds_regions_that_end_one_element_late_on_one_side(side: str) -> None:
+    """An element that is beyond the parameter does not cover the one that is missing."""
+    boxes = (LATE, WHOLE) if side == "source" else (WHOLE, LATE)
+    report = one((2, 3), (2, 3), boxes).check()
+    assert report.out_of_bounds == (("s", "p"),)
+    assert report.uncovered == ({} if side == "source" else {"p": 6})
+    assert not report.ok
+    assert not one((2, 3), (2, 3), (WHOLE, WHOLE), (Box(9, (0, 3), (3, 1)), Box(9, (0, 3), (3, 1)))).check().findings()
+
+
+@pytest.mark.parametrize("fault", ["unmapped", "uncovered", "overlapping", "out_of_bounds", "dtype_differs"])
+def test_every_fault_alone_is_one(fault: str) -> None:
+    info, half = TensorInfo((2, 3), torch.float32), TensorInfo((2, 3), BF16)
+    good = Region("s", WHOLE, "p", WHOLE)
+    sources = {"s": half if fault == "dtype_differs" else info} | ({"t": info} if fault == "unmapped" else {})
+    params = {"p": info} | ({"q": info} if fault == "uncovered" else {})
+    regions = {"overlapping": (good, good), "out_of_bounds": (Region("s", LATE, "p", WHOLE),)}.get(fault, (good,))
+    report = LayoutMap(sources, params, regions).check()
+    names = ("unmapped", "uncovered", "overlapping", "out_of_bounds", "dtype_differs")
+    assert [name for name in names if getattr(report, name)] == [fault]
+    assert not report.ok
+    assert len(report.findings()) == 1
+
+
+def test_regions_that_cannot_be() -> None:
+    """Boxes of two shapes, and tensors that the map does not know, on either side."""
+    with pytest.raises(DeltaError) as caught:
+        Region("s", Box(0, (2, 3), (3, 1)), "p", Box(0, (3, 2), (2, 1)))
+    assert (caught.value.reason, caught.value.tensor) == (Reason.SHAPE_MISMATCH, "s")
+    info = {"s": TensorInfo((2, 3), torch.float32)}
+    for sources, params in (({}, {"p": info["s"]}), (info, {})):
+        with pytest.raises(DeltaError) as caught:
+            LayoutMap(sources, params, (Region("s", WHOLE, "p", WHOLE),))
+        assert (caught.value.reason, caught.value.tensor) == (Reason.UNMAPPED, "s")
+
+
 def test_tied_names_must_change_alike() -> None:
     """Both names of one parameter: the same change to both is fine, to one alone is not, unless the files lack it."""
     info = TensorInfo((2, 3), torch.float32)
@@ -274,7 +316,13 @@ def test_tied_names_must_change_alike() -> None:
     for layout in (both, once):
         layout.check_aliases([embed, head])
         layout.check_aliases([])
-        for wrong, counts in (([head], "found 2 and 0"), ([embed, patch("head", (2, 3), [5])], "found 1 and 2")):
+        elsewhere = TensorPatch("head", (2, 3), torch.tensor([2, 4]), embed.values)
+        cases = (
+            ([head], "found 2 and 0"),
+            ([embed, patch("head", (2, 3), [5])], "found 1 and 2"),
+            ([embed, elsewhere], "found 2 and 2"),
+        )
+        for wrong, counts in cases:
             with pytest.raises(DeltaError) as caught:
                 layout.check_aliases(wrong)
             assert (caught.value.reason, caught.value.tensor) == (Reason.ALIAS_CONFLICT, "head")
