@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from refdelta import bits
-from refdelta.spec import DeltaError, Reason, TensorPatch
+from refdelta.spec import DeltaError, Reason, TensorPatch, is_int
 
 __all__ = [
     "Box",
@@ -461,9 +461,15 @@ def _info_json(info: TensorInfo) -> list[object]:
 def _info(value: Sequence[object]) -> TensorInfo:
     shape, dtype = value
     found = getattr(torch, str(dtype), None)
-    if not isinstance(found, torch.dtype) or not isinstance(shape, list):
-        raise ValueError(f"not a shape and dtype: {value!r}")
-    return TensorInfo(tuple(int(n) for n in shape), found)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"not a dtype: {dtype!r}")
+    return TensorInfo(_ints(shape), found)
+
+
+def _ints(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(map(is_int, value)):
+        raise ValueError(f"not a list of integers: {value!r}")
+    return tuple(value)
 
 
 def _box_json(box: Box) -> list[object]:
@@ -472,6 +478,5 @@ def _box_json(box: Box) -> list[object]:
 
 def _box(value: Sequence[object]) -> Box:
     offset, shape, strides = value
-    if not (isinstance(offset, int) and isinstance(shape, list) and isinstance(strides, list)):
-        raise ValueError(f"not a box: {value!r}")
-    return Box(offset, tuple(int(n) for n in shape), tuple(int(s) for s in strides))
+    (first,) = _ints([offset])
+    return Box(first, _ints(shape), _ints(strides))

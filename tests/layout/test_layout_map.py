@@ -349,6 +349,17 @@ def test_tied_names_differing_in_sign_of_zero() -> None:
         layout.check_aliases(changes)
 
 
+NO_BOXES = (
+    "[6.0, [3], [1]]",
+    '["6", [3], [1]]',
+    "[6, 3, [1]]",
+    "[6, [3], 1]",
+    '[6, "3", [1]]',
+    "[6, [3.5], [1]]",
+    "[6, []]",
+)
+
+
 def test_json_round_trip() -> None:
     """The whole map survives; other text is refused as bad metadata."""
     info = TensorInfo((2, 3), BF16)
@@ -369,7 +380,13 @@ def test_json_round_trip() -> None:
         layout.to_json().replace("bfloat16", "x"),
         layout.to_json().replace('"version": 1', '"version": 2'),
         '{"format": ' + "[" * 100_000,
+        *(layout.to_json().replace("[6, [3], [1]]", no_box) for no_box in NO_BOXES),
+        *(
+            layout.to_json().replace('"p": [[3, 3]', f'"p": [{no_shape}')
+            for no_shape in ('"33"', "[3, 3.0]", "[3, true]")
+        ),
     ):
+        assert text != layout.to_json()
         with pytest.raises(DeltaError) as caught:
             LayoutMap.from_json(text)
         assert caught.value.reason is Reason.BAD_METADATA
@@ -387,6 +404,12 @@ def test_uncovered_elements_counts_a_union() -> None:
     info = TensorInfo((6, 5), torch.float32)
     boxes = [box((6, 5), (0, 0), (2, 5)), box((6, 5), (1, 0), (2, 5)), box((6, 5), (4, 1), (2, 4))]
     assert uncovered_elements(info, boxes) == 30 - 15 - 8
+
+
+def test_edges_are_taken_in_order() -> None:
+    """Python's set gives these edges as 40, 3, 36, 5."""
+    boxes = [box((50,), (3,), (33,)), box((50,), (5,), (35,))]
+    assert uncovered_elements(TensorInfo((50,), torch.float32), boxes) == 50 - 37
 
 
 @st.composite
