@@ -238,6 +238,15 @@ class _Reporter:
         for path in _written(self.run, int(exitstatus)):
             terminalreporter.line(f"report in {path}")
 
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self.run.interrupted |= excinfo.type is KeyboardInterrupt
+
+    def pytest_unconfigure(self, config: pytest.Config) -> None:
+        """Past pytest's last line, which says nothing of it."""
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        for line in self.run.unmatched_lines() if reporter else []:
+            reporter.line(f"ERROR {line}", red=True)
+
 
 def _written(run: Run, code: int) -> list[Path]:
     """Write the reports that were asked for; their paths."""

@@ -59,7 +59,7 @@ def document(run: Run, code: int) -> dict[str, Any]:
     commands = {id(result): run.commands[name] for name, result in run.results.items()}
     return {
         "schema_version": 1,
-        "verdict": _verdict(code),
+        "verdict": "interrupted" if run.interrupted else _verdict(code),
         "exit_code": code,
         "partial": run.partial_line(),
         "suite": {"name": "refdelta conformance", "version": _version("refdelta")},
