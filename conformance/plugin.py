@@ -244,7 +244,8 @@ class _Reporter:
     def pytest_unconfigure(self, config: pytest.Config) -> None:
         """Past pytest's last line, which says nothing of it."""
         reporter = config.pluginmanager.get_plugin("terminalreporter")
-        for line in self.run.unmatched_lines() if reporter else []:
+        for line in self.run.unmatched_lines():
+            assert reporter is not None, "pytest's reporter is there as long as its plugins"
             reporter.line(f"ERROR {line}", red=True)
 
 
