@@ -34,7 +34,7 @@ from torch import Tensor
 from conformance import capabilities, oracle
 from conformance.capabilities import PROGRAM
 from conformance.findings import EngineFailed, InfrastructureFailed
-from conformance.oracle import CODES, State
+from conformance.oracle import CODES, DELTA_FILE, METADATA_FILE, State
 
 TIMEOUT = 60.0
 DONE, REFUSED = 0, 3
@@ -92,7 +92,7 @@ class Program:
     def encode(self, base: Mapping[str, Tensor], target: Mapping[str, Tensor], out: Path) -> None:
         """`encode`; ``out`` is the directory of the delta."""
         with _Files() as files:
-            self.run("encode", files.state(base), files.state(target), files.out(out))
+            self.run("encode", files.state(base), files.state(target), files.new_delta(out))
 
     def apply(self, delta: Path, weights: MutableMapping[str, Tensor]) -> None:
         """`apply`; the tensors of ``weights`` are replaced when the program is done."""
@@ -105,13 +105,13 @@ class Program:
         """`invert`; the tensors of ``weights`` are replaced when the program is done."""
         with _Files() as files:
             after = files.out(files.path("after"))
-            self.run("invert", files.delta(delta), files.state(weights), after, files.out(out))
+            self.run("invert", files.delta(delta), files.state(weights), after, files.new_delta(out))
             _take(after, weights)
 
     def compose(self, deltas: Sequence[Path], out: Path) -> None:
         """`compose`."""
         with _Files() as files:
-            self.run("compose", files.out(out), *map(files.delta, deltas))
+            self.run("compose", files.new_delta(out), *map(files.delta, deltas))
 
     def digest(self, weights: Mapping[str, Tensor]) -> str:
         """`digest`."""
@@ -168,9 +168,18 @@ class Program:
             raise InfrastructureFailed(f"{label} cannot be run: exit {process.returncode}: {err.strip()[-_SHOWN:]}")
         if process.returncode != DONE:
             raise EngineFailed(
-                f"{label} failed: exit {process.returncode}, where 0 is done and 3 is refused: {err.strip()[-_SHOWN:]}"
+                f"{label} failed: exit {_code(process.returncode)}, where 0 is done and 3 is refused: "
+                f"{err.strip()[-_SHOWN:]}"
             )
         return out
+
+
+def _code(code: int) -> str:
+    """An exit code for people: a negative one is the signal that ended the program."""
+    try:
+        return f"{code} ({signal.Signals(-code).name})" if code < 0 else str(code)
+    except ValueError:  # a real-time signal has no name
+        return str(code)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -233,6 +242,16 @@ class _Output(_Argument):
             raise EngineFailed(f"{label} refused ({error}), and yet it wrote {self.path.name}.")
 
 
+class _NewDelta(_Output):
+    """A directory that the program makes, with the files of a delta."""
+
+    def check_done(self, label: str) -> None:
+        _Output.check_done(self, label)
+        for name in (METADATA_FILE, DELTA_FILE):
+            if not (self.path / name).is_file():
+                raise EngineFailed(f"{label} exited with 0 but wrote no {name}.")
+
+
 def _contents(path: Path) -> Any:
     """Names, sizes and modification times of what lies at a path: cheap, and a write shows."""
     paths = [path, *sorted(path.rglob("*"))] if path.is_dir() else [path] if path.exists() else []
@@ -267,6 +286,9 @@ class _Files:
 
     def out(self, path: Path) -> _Output:
         return _Output(path)
+
+    def new_delta(self, path: Path) -> _NewDelta:
+        return _NewDelta(path)
 
 
 def storable(state: State) -> bool:
