@@ -22,7 +22,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import InvalidArgument
 
-from conformance import capabilities, engines, levels, matrix, results, shrinking, xfails
+from conformance import capabilities, engines, interrupts, levels, matrix, results, shrinking, xfails
 from conformance.driving import skip_for
 from conformance.options import Options, add_options, options_of
 from conformance.results import Result
@@ -83,6 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs(capability): skipped for engines without it")
     config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, where that is installed")
     options = options_of(config)
+    config.add_cleanup(interrupts.install())
     run = config.stash[RUN] = _started(options, config)
     run.collect_only = config.option.collectonly
     if run.kind == capabilities.PROGRAM and not config.getoption("--hypothesis-profile", None):

@@ -24,6 +24,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from typing import Any
 from hypothesis import assume, currently_in_test_context
 from torch import Tensor
 
-from conformance import capabilities, oracle
+from conformance import capabilities, interrupts, oracle
 from conformance.capabilities import PROGRAM
 from conformance.findings import EngineFailed, InfrastructureFailed
 from conformance.oracle import CODES, DELTA_FILE, METADATA_FILE, State
@@ -42,6 +43,7 @@ _CANNOT_RUN = (126, 127)
 """What a shell exits with for a command that it cannot run or find; a wrapper script passes it on."""
 _REASON = re.compile(r"\[([a-z_]+)\]")
 _SHOWN = 2000
+_LAST_WORDS_S = 5.0
 
 
 class Refused(Exception):
@@ -146,22 +148,27 @@ class Program:
         line = [*self.command, verb, *arguments]
         label = f"`{shlex.join([*self.command, verb])}`"
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        process = None
         try:
-            process = subprocess.Popen(
-                line,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise InfrastructureFailed(f"{label} cannot be run: {error.strerror}: {error.filename}.") from error
-        try:
+            with interrupts.held():  # what is started is known, and can be killed
+                process = subprocess.Popen(
+                    line,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=environment,
+                    start_new_session=True,
+                )
             out, err = (raw.decode(errors="replace") for raw in process.communicate(timeout=self.timeout))
         except subprocess.TimeoutExpired:
             _kill(process)
             raise EngineFailed(f"{label} hung: no end after {self.timeout:g} seconds, so it was killed.") from None
+        except OSError as error:
+            _kill(process)
+            raise InfrastructureFailed(f"{label} cannot be run: {error.strerror}: {error.filename}.") from error
+        except BaseException:  # an interrupt, which does not reach a session of its own
+            _kill(process)
+            raise
         if process.returncode == REFUSED:
             raise Refused(err.strip())
         if process.returncode in _CANNOT_RUN and not out:
@@ -182,10 +189,14 @@ def _code(code: int) -> str:
         return str(code)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes] | None) -> None:
     """End the program and what it started."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    if process is None:
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # what left the group may hold its output open
+        process.communicate(timeout=_LAST_WORDS_S)
 
 
 # -- arguments of a call, and what must hold of each afterwards --------------------------------------------------------
@@ -269,7 +280,8 @@ class _Files:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._directory.cleanup()
+        with interrupts.held():
+            self._directory.cleanup()
 
     def path(self, name: str) -> Path:
         return Path(self._directory.name) / f"{name}.safetensors"
