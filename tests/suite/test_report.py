@@ -116,6 +116,8 @@ def test_failures_come_first_and_have_fields(made: Path) -> None:
     assert re.search(r'<code class="want">0x80(00)+</code> <span class="dim">-0\.0</span>', page)
     assert property_["blob"].startswith("@reproduce_failure(")
     assert "Failing test case: test_round_trip(" in property_["example"]
+    assert "Mismatch: " in property_["text"]
+    assert "@reproduce" not in property_["example"] + property_["text"], "no decorator reaches the installed suite"
     expected = (
         "python -m pytest --pyargs conformance.test_codec_bit_exact::test_round_trip --engine conformance.mutants."
     )
@@ -174,6 +176,7 @@ def test_page_says_what_the_document_does(made: Path) -> None:
         assert level["promise"] in found.said
     assert whole["proves"] in found.said
     assert found.said.index("Failures") < found.said.index("Matrix")
+    assert "reproduce_failure" not in found.said, "its decorator is for functions that a reader can edit"
     assert len(found.links) == whole["counts"]["failed"]
     assert {unquote(link.removeprefix("#")) for link in found.links} <= found.ids
     assert "Failures" not in Page((made / "passing.html").read_text()).said
