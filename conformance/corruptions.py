@@ -151,3 +151,94 @@ CORRUPTIONS: Mapping[str, Corruption] = {
     "number in the metadata": _in_metadata(_no_number),
 }
 """Every kind by its label."""
+
+
+# -- what was done, for a reader ---------------------------------------------------------------------------------------
+
+_SHOWN = 60
+
+
+def change_of(whole: Mapping[str, bytes], broken: Mapping[str, bytes]) -> str:
+    """What differs first, in one line: the key path with the old and the new value, or the bytes; "" where nothing.
+
+    As in `header."0.values".shape[1]: 3 -> 2147483648` and `metadata.lineage: {"run_id": "a"} -> gone`.
+    """
+    for name, part in ((METADATA_FILE, "metadata"), (DELTA_FILE, "payload")):
+        one, two = whole[name], broken[name]
+        if one != two:
+            return _change_of_text(part, one, two) if part == "metadata" else _change_of_payload(one, two)
+    return ""
+
+
+def _change_of_payload(one: bytes, two: bytes) -> str:
+    if one.startswith(two):
+        return _change_of_bytes("payload", one, two)
+    end, other = (8 + int.from_bytes(raw[:8], "little") for raw in (one, two))
+    # A file of which only the length, or the end, is not as it was has no other header.
+    if one[end:] == two[other:] and one[8:end] != two[8:other]:
+        return _change_of_text("header", one[8:end], two[8:other])
+    if one[8:] == two[8:]:
+        return f"length of the header: {end - 8} -> {other - 8}"
+    return _change_of_bytes("header" if _first(one, two) < end else "data", one, two)
+
+
+def _change_of_text(part: str, one: bytes, two: bytes) -> str:
+    twice: list[str] = []
+
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in found]
+        twice.extend(key for key in dict.fromkeys(keys) if keys.count(key) > 1)
+        return dict(found)
+
+    try:
+        before, after = json.loads(one), json.loads(two, object_pairs_hook=pairs)
+    except ValueError:
+        return _change_of_bytes(part, one, two)
+    if twice:
+        return f"{part}{_step(twice[0])}: twice"
+    return _change_of_json(part, before, after) or _change_of_bytes(part, one, two)
+
+
+def _change_of_json(path: str, one: Any, two: Any) -> str:
+    """The first difference in depth; "" where there is none."""
+    if isinstance(one, dict) and isinstance(two, dict):
+        return _change_of_keys(path, one, two) or next(
+            filter(None, (_change_of_json(path + _step(key), one[key], two[key]) for key in one)), ""
+        )
+    if isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
+        changes = (_change_of_json(f"{path}[{at}]", *both) for at, both in enumerate(zip(one, two, strict=True)))
+        return next(filter(None, changes), "")
+    # By their text, so that 1, true and 1.0 differ.
+    return "" if json.dumps(one) == json.dumps(two) else f"{path}: {_json(one)} -> {_json(two)}"
+
+
+def _change_of_keys(path: str, one: dict[str, Any], two: dict[str, Any]) -> str:
+    gone, new = ([key for key in these if key not in those] for these, those in ((one, two), (two, one)))
+    if gone and new:
+        return f"{path}{_step(gone[0])}: now named {_json(new[0])}"
+    if gone:
+        return f"{path}{_step(gone[0])}: {_json(one[gone[0]])} -> gone"
+    return f"{path}{_step(new[0])}: absent -> {_json(two[new[0]])}" if new else ""
+
+
+def _step(key: str) -> str:
+    return f".{key}" if key.isidentifier() and key.isascii() and len(key) <= _SHOWN else f".{_json(key)}"
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+
+
+def _change_of_bytes(part: str, one: bytes, two: bytes) -> str:
+    if len(one) > len(two) and one.startswith(two):
+        return f"{part}: {len(one)} bytes -> the first {len(two)}"
+    at = _first(one, two)
+    before, after = (repr(raw[max(0, at - 12) : at + 12])[1:] for raw in (one, two))
+    return f"{part} at byte {at}: {before} -> {after}"
+
+
+def _first(one: bytes, two: bytes) -> int:
+    """The first byte that differs."""
+    pairs = enumerate(zip(one, two, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(two)))

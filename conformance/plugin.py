@@ -2,7 +2,8 @@
 
 `conftest.py` brings it in, or `launch` does where the suite is started by `--pyargs`. Profiles of Hypothesis: `ci`
 (derandomised, the default), `nightly` (random, more examples, keeps failing ones), `quick` (as `ci`, without
-shrinking), `program` (as `ci` with fewer examples, the default for `exec:`), `smoke` (as `quick` with very few).
+shrinking), `program` (as `ci` with fewer examples, ending at the first fault, the default for `exec:`), `smoke` (as
+`quick` with very few). In each of them, shrinking is bounded (`shrinking`).
 Nothing is written into the working directory, but for what pytest's own cache writes (`-p no:cacheprovider`).
 """
 
@@ -21,7 +22,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import InvalidArgument
 
-from conformance import capabilities, engines, levels, matrix, results, xfails
+from conformance import capabilities, engines, interrupts, levels, matrix, results, shrinking, xfails
 from conformance.driving import skip_for
 from conformance.options import Options, add_options, options_of
 from conformance.results import Result
@@ -42,16 +43,20 @@ def _hypothesis_profiles() -> None:
     set_hypothesis_home_dir(home)
     # Examples cost file input and output here, so their time says nothing about the strategies.
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-    common = settings(deadline=None, suppress_health_check=slow, print_blob=True)
+    common = settings(deadline=None, suppress_health_check=slow, print_blob=True, phases=shrinking.PHASES)
     settings.register_profile("ci", common, derandomize=True, database=None, max_examples=100)
     quick = [Phase.explicit, Phase.generate]
     settings.register_profile("quick", common, derandomize=True, database=None, max_examples=60, phases=quick)
-    settings.register_profile("program", common, derandomize=True, database=None, max_examples=15)
+    # Looking for a second fault would cost a program that hangs a time-out for each example.
+    settings.register_profile(
+        "program", common, derandomize=True, database=None, max_examples=15, report_multiple_bugs=False
+    )
     settings.register_profile("smoke", common, derandomize=True, database=None, max_examples=3, phases=quick)
     database = DirectoryBasedExampleDatabase(Path(home) / "examples")
     # Hypothesis's own profile for CI derandomises; nights are for new examples, there too.
     settings.register_profile("nightly", common, derandomize=False, database=database, max_examples=1000)
     settings.load_profile("ci")
+    shrinking.bound()
 
 
 _hypothesis_profiles()
@@ -78,6 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs(capability): skipped for engines without it")
     config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, where that is installed")
     options = options_of(config)
+    config.add_cleanup(interrupts.install())
     run = config.stash[RUN] = _started(options, config)
     run.collect_only = config.option.collectonly
     if run.kind == capabilities.PROGRAM and not config.getoption("--hypothesis-profile", None):
@@ -191,7 +197,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             skip_for(marker.args[0])
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around Hypothesis, which adds what it reported
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -200,6 +206,7 @@ def pytest_runtest_makereport(
         return (yield)
     matrix.stamp(item, run.name)
     report = yield
+    report.sections = [(title, shrinking.honest(text)) for title, text in report.sections]
     report.conformance = results.details(item, call)  # type: ignore[attr-defined]  # read in `results.update`
     return report
 
@@ -237,6 +244,16 @@ class _Reporter:
             terminalreporter.line(line)
         for path in _written(self.run, int(exitstatus)):
             terminalreporter.line(f"report in {path}")
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self.run.interrupted |= excinfo.type is KeyboardInterrupt
+
+    def pytest_unconfigure(self, config: pytest.Config) -> None:
+        """Past pytest's last line, which says nothing of it."""
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        for line in self.run.unmatched_lines():
+            assert reporter is not None, "pytest's reporter is there as long as its plugins"
+            reporter.line(f"ERROR {line}", red=True)
 
 
 def _written(run: Run, code: int) -> list[Path]:

@@ -24,6 +24,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,10 @@ from typing import Any
 from hypothesis import assume, currently_in_test_context
 from torch import Tensor
 
-from conformance import capabilities, oracle
+from conformance import capabilities, interrupts, oracle
 from conformance.capabilities import PROGRAM
 from conformance.findings import EngineFailed, InfrastructureFailed
-from conformance.oracle import CODES, State
+from conformance.oracle import CODES, DELTA_FILE, METADATA_FILE, State
 
 TIMEOUT = 60.0
 DONE, REFUSED = 0, 3
@@ -42,6 +43,7 @@ _CANNOT_RUN = (126, 127)
 """What a shell exits with for a command that it cannot run or find; a wrapper script passes it on."""
 _REASON = re.compile(r"\[([a-z_]+)\]")
 _SHOWN = 2000
+_LAST_WORDS_S = 5.0
 
 
 class Refused(Exception):
@@ -92,7 +94,7 @@ class Program:
     def encode(self, base: Mapping[str, Tensor], target: Mapping[str, Tensor], out: Path) -> None:
         """`encode`; ``out`` is the directory of the delta."""
         with _Files() as files:
-            self.run("encode", files.state(base), files.state(target), files.out(out))
+            self.run("encode", files.state(base), files.state(target), files.new_delta(out))
 
     def apply(self, delta: Path, weights: MutableMapping[str, Tensor]) -> None:
         """`apply`; the tensors of ``weights`` are replaced when the program is done."""
@@ -105,13 +107,13 @@ class Program:
         """`invert`; the tensors of ``weights`` are replaced when the program is done."""
         with _Files() as files:
             after = files.out(files.path("after"))
-            self.run("invert", files.delta(delta), files.state(weights), after, files.out(out))
+            self.run("invert", files.delta(delta), files.state(weights), after, files.new_delta(out))
             _take(after, weights)
 
     def compose(self, deltas: Sequence[Path], out: Path) -> None:
         """`compose`."""
         with _Files() as files:
-            self.run("compose", files.out(out), *map(files.delta, deltas))
+            self.run("compose", files.new_delta(out), *map(files.delta, deltas))
 
     def digest(self, weights: Mapping[str, Tensor]) -> str:
         """`digest`."""
@@ -146,37 +148,55 @@ class Program:
         line = [*self.command, verb, *arguments]
         label = f"`{shlex.join([*self.command, verb])}`"
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        process = None
         try:
-            process = subprocess.Popen(
-                line,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise InfrastructureFailed(f"{label} cannot be run: {error.strerror}: {error.filename}.") from error
-        try:
+            with interrupts.held():  # what is started is known, and can be killed
+                process = subprocess.Popen(
+                    line,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=environment,
+                    start_new_session=True,
+                )
             out, err = (raw.decode(errors="replace") for raw in process.communicate(timeout=self.timeout))
         except subprocess.TimeoutExpired:
             _kill(process)
             raise EngineFailed(f"{label} hung: no end after {self.timeout:g} seconds, so it was killed.") from None
+        except OSError as error:
+            _kill(process)
+            raise InfrastructureFailed(f"{label} cannot be run: {error.strerror}: {error.filename}.") from error
+        except BaseException:  # an interrupt, which does not reach a session of its own
+            _kill(process)
+            raise
         if process.returncode == REFUSED:
             raise Refused(err.strip())
         if process.returncode in _CANNOT_RUN and not out:
             raise InfrastructureFailed(f"{label} cannot be run: exit {process.returncode}: {err.strip()[-_SHOWN:]}")
         if process.returncode != DONE:
             raise EngineFailed(
-                f"{label} failed: exit {process.returncode}, where 0 is done and 3 is refused: {err.strip()[-_SHOWN:]}"
+                f"{label} failed: exit {_code(process.returncode)}, where 0 is done and 3 is refused: "
+                f"{err.strip()[-_SHOWN:]}"
             )
         return out
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _code(code: int) -> str:
+    """An exit code for people: a negative one is the signal that ended the program."""
+    try:
+        return f"{code} ({signal.Signals(-code).name})" if code < 0 else str(code)
+    except ValueError:  # a real-time signal has no name
+        return str(code)
+
+
+def _kill(process: subprocess.Popen[bytes] | None) -> None:
     """End the program and what it started."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    if process is None:
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # what left the group may hold its output open
+        process.communicate(timeout=_LAST_WORDS_S)
 
 
 # -- arguments of a call, and what must hold of each afterwards --------------------------------------------------------
@@ -233,6 +253,16 @@ class _Output(_Argument):
             raise EngineFailed(f"{label} refused ({error}), and yet it wrote {self.path.name}.")
 
 
+class _NewDelta(_Output):
+    """A directory that the program makes, with the files of a delta."""
+
+    def check_done(self, label: str) -> None:
+        _Output.check_done(self, label)
+        for name in (METADATA_FILE, DELTA_FILE):
+            if not (self.path / name).is_file():
+                raise EngineFailed(f"{label} exited with 0 but wrote no {name}.")
+
+
 def _contents(path: Path) -> Any:
     """Names, sizes and modification times of what lies at a path: cheap, and a write shows."""
     paths = [path, *sorted(path.rglob("*"))] if path.is_dir() else [path] if path.exists() else []
@@ -250,7 +280,8 @@ class _Files:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._directory.cleanup()
+        with interrupts.held():
+            self._directory.cleanup()
 
     def path(self, name: str) -> Path:
         return Path(self._directory.name) / f"{name}.safetensors"
@@ -267,6 +298,9 @@ class _Files:
 
     def out(self, path: Path) -> _Output:
         return _Output(path)
+
+    def new_delta(self, path: Path) -> _NewDelta:
+        return _NewDelta(path)
 
 
 def storable(state: State) -> bool:

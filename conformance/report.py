@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shlex
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hypothesis import settings
 
 from conformance import capabilities, matrix
@@ -59,7 +61,7 @@ def document(run: Run, code: int) -> dict[str, Any]:
     commands = {id(result): run.commands[name] for name, result in run.results.items()}
     return {
         "schema_version": 1,
-        "verdict": _verdict(code),
+        "verdict": "interrupted" if run.interrupted else _verdict(code),
         "exit_code": code,
         "partial": run.partial_line(),
         "suite": {"name": "refdelta conformance", "version": _version("refdelta")},
@@ -202,8 +204,23 @@ def page(found: Mapping[str, Any]) -> str:
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["shown"] = shown
+    environment.filters |= {"shown": shown, "number": number}
     return environment.get_template(TEMPLATE).render(**found)
+
+
+_FLOATS = {"torch.float64": "<f8", "torch.float32": "<f4", "torch.float16": "<f2"}
+
+
+def number(bits: str | None, dtype: str | None) -> str:
+    """What the bits of a finding are as a number, for people: ``0x80000000`` of torch.float32 is -0.0. Else nothing."""
+    if bits is None or dtype is None or not re.fullmatch("0x([0-9a-f]{2})+", bits):
+        return ""
+    if dtype == "torch.bfloat16":  # the upper half of a float32
+        bits, dtype = f"{bits}0000", "torch.float32"
+    if dtype not in _FLOATS:
+        return ""
+    element, kind = bytes.fromhex(bits[2:])[::-1], np.dtype(_FLOATS[dtype])
+    return str(np.frombuffer(element, kind)[0]) if len(element) == kind.itemsize else ""
 
 
 def schema() -> dict[str, Any]:

@@ -12,6 +12,8 @@ from conformance.findings import findings_of, is_infrastructure
 
 PASSED, FAILED, SKIPPED, XFAILED, NOT_RUN = "passed", "failed", "skipped", "xfailed", "not run"
 _BLOB = re.compile(r"@reproduce_failure\(.*\)")
+_OFFER = re.compile(r"^.*\badding @reproduce_failure\(.*\n?", re.MULTILINE)
+"""Hypothesis's line that offers the decorator: the test functions lie in the installed suite, not with the reader."""
 OUTCOMES = (PASSED, FAILED, SKIPPED, XFAILED, NOT_RUN)
 
 
@@ -52,7 +54,7 @@ def details(item: pytest.Item, call: pytest.CallInfo[None]) -> dict[str, Any]:
     return {
         "findings": [finding.fields() for finding in findings_of(error)] if failed else [],
         "infrastructure": is_infrastructure(error),
-        "example": "\n".join(_notes(error)) if failed else "",
+        "example": _without_offer("\n".join(_notes(error))) if failed else "",
         "blob": next(iter(_BLOB.findall("\n".join(_notes(error)))), "") if failed else "",
         "reason": _one_line(error) if failed else "",
         "capability": getattr(error, "capability", None),
@@ -63,6 +65,10 @@ def details(item: pytest.Item, call: pytest.CallInfo[None]) -> dict[str, Any]:
 def _notes(error: BaseException | None) -> list[str]:
     inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     return [*getattr(error, "__notes__", ()), *(note for part in inner for note in _notes(part))]
+
+
+def _without_offer(text: str) -> str:
+    return _OFFER.sub("", text).rstrip()
 
 
 def _one_line(error: BaseException | None) -> str:
@@ -79,7 +85,7 @@ def update(result: Result, report: pytest.TestReport) -> None:
     extra: dict[str, Any] = getattr(report, "conformance", {})
     result.statistics = extra.get("statistics") or result.statistics
     if report.failed:
-        result.outcome, result.text = FAILED, result.text or report.longreprtext
+        result.outcome, result.text = FAILED, result.text or _without_offer(report.longreprtext)
         result.reason = result.reason or extra.get("reason") or "passed, and is expected to fail"
         result.infrastructure = bool(extra.get("infrastructure"))
         result.findings += extra.get("findings", [])

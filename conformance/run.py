@@ -48,6 +48,7 @@ class Run:
     """Tests of the other kind, deselected by the engine."""
     collect_only: bool = False
     collection_failed: bool = False
+    interrupted: bool = False
     unmatched: list[str] = field(default_factory=list)
     """Entries of the xfails file that match no test."""
     began: float = field(default_factory=time.time)
@@ -107,7 +108,12 @@ class Run:
         missing = self.count(NOT_RUN)
         if not missing:
             return ""
-        return f"Partial run: {missing} of {len(self.results)} tests did not run, so no check above is complete."
+        what = "Interrupted" if self.interrupted else "Partial run"
+        return f"{what}: {missing} of {len(self.results)} tests did not run, so no check above is complete."
+
+    def unmatched_lines(self) -> list[str]:
+        """What is wrong with the xfails file."""
+        return [f"The xfails file names a test that is none: {name}" for name in self.unmatched]
 
     def report(self, width: int) -> list[str]:
         """The section that ends the run."""
@@ -116,7 +122,7 @@ class Run:
         if self.left_out:
             lines.append(self.left_out_line())
         lines += filter(None, [self.partial_line()])
-        lines += [f"The xfails file names a test that is none: {name}" for name in self.unmatched]
+        lines += self.unmatched_lines()
         if not self.matrix.judged:
             lines.append("Nothing was judged, so nothing passed.")
         return [*lines, self.proves()]

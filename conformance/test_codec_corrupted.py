@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import oracle, strategies
+from conformance.corruptions import change_of
 from conformance.driving import Scratch, refused
 from conformance.engines import FullCodec
 from conformance.findings import require
@@ -30,7 +31,9 @@ def _meaning(delta: Path, base: State) -> State | None:
 @given(st.data())
 def test_anything_wrong(engine: FullCodec, codes: tuple[str, ...], scratch: Scratch, data: st.DataObject) -> None:
     base, broken = data.draw(strategies.corrupted(codes))
-    for kind, files in broken.items():
+    for label, files in broken.items():
+        change = change_of(broken["nothing"], files)
+        kind = f"{label} ({change})" if change else label
         with scratch() as tmp:
             for name, raw in files.items():
                 (tmp / name).write_bytes(raw)

@@ -118,7 +118,12 @@ def _source(plugin: str, directory: Path) -> Path:
 
 def _stated(source: Path, label: str) -> frozenset[str]:
     """The literal that a module assigns to CAPABILITIES."""
-    for value in _assigned(ast.parse(source.read_text(encoding="utf-8"))):
+    try:
+        module = ast.parse(source.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise BadEngine(f"{label} cannot be imported: {source}{line}: {error.args[0]}.") from error
+    for value in _assigned(module):
         if isinstance(value, ast.Call) and ast.unparse(value.func) in ("set", "frozenset") and len(value.args) < 2:
             value = value.args[0] if value.args else ast.Set([])
         try:

@@ -30,6 +30,7 @@ class Finding:
     found: str
     differing: int = 0
     """How many elements differ."""
+    dtype: str | None = None
 
     def shared(self) -> findings.Finding:
         """The same with the fields that every finding of the suite has."""
@@ -41,6 +42,7 @@ class Finding:
             self.position,
             expected=self.expected,
             found=self.found,
+            dtype=self.dtype,
             differing=count,
             rank=self.rank if self.rank >= 0 else None,
             context=self.model,
@@ -106,7 +108,8 @@ def _compare_bits(model: str, rank: int, name: str, entry: dict[str, Any], want:
     first = int(wrong[0])
     position = tuple(int(axis) for axis in np.unravel_index(first, shape)) if shape else ()
     one = slice(first * width, (first + 1) * width)
-    yield Finding(model, rank, name, position, _hexadecimal(want[one]), _hexadecimal(have[one]), len(wrong))
+    bits = _hexadecimal(want[one]), _hexadecimal(have[one])
+    yield Finding(model, rank, name, position, *bits, len(wrong), f"torch.{entry['dtype']}")
 
 
 def _hexadecimal(element: Any) -> str:

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.suite.runs import command
+from tests.suite.test_adopters import files, line
+
 HOME = Path(__file__).parents[2] / "examples" / "native_backend"
 SUITE = Path(__file__).parents[2] / "conformance" / "test_live.py"
 ROWS = {
@@ -66,6 +69,40 @@ def test_what_it_cannot_do_is_said(document: dict[str, Any]) -> None:
         assert f"does not declare the capability {capability!r}" in document["text"]
     verdicts = {level["id"]: level["verdict"] for level in document["levels"]}
     assert verdicts["transactional"] == verdicts["served"] == "declined"
+
+
+MY_PACKAGE = """
+from pathlib import Path
+
+from native_backend.reader import known_tensors
+from native_backend.reader import read as read_checked
+from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+    CheckpointWeightPatch,
+    load_checkpoint_weight_patches,
+)
+
+def read(at, vllm_config):
+    return read_checked(Path(at), known_tensors(Path(vllm_config.model_config.model)))
+
+def write(delta, model):
+    patches = [CheckpointWeightPatch(p.name, p.shape, p.values.dtype, p.values, p.indices) for p in delta]
+    load_checkpoint_weight_patches(model, patches)
+"""
+
+
+@pytest.mark.timeout(400)
+def test_the_readme_s_backend_is_green(tmp_path: Path) -> None:
+    """conformance/README.md's two files and its command, around code that reads and writes; a part of the tests."""
+    for name, text in files("python").items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "my_package.py").write_text(MY_PACKAGE)
+    wanted = "-k 'test_live.py and qwen3-untied and (every_tensor or special_values or unknown_name)'"
+    words = ["sh", "-ec", line("--plugin").replace("-k qwen3-untied", wanted)]
+    assert wanted in words[-1]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = command(words, cwd=tmp_path, PATH=path, PYTHONPATH=os.pathsep.join([str(SUITE.parents[1]), str(HOME)]))
+    assert done.code == 0, done.text[-4000:]
+    assert "3 passed" in done.text
 
 
 def test_it_uses_vllm_alone() -> None:

@@ -6,6 +6,7 @@ Most runs are of a small suite, the plumbing of the real one around tests whose 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -200,6 +201,7 @@ USAGE_ERRORS = {
         "tests.suite.plugins.incomplete",
     ): "cannot be imported: ModuleNotFoundError: No module",
     (*FOREIGN, "--plugin", "tests.suite.plugins.whole:absent"): "has no attribute 'absent'",
+    (*FOREIGN, "--plugin", "unfinished:register"): "unfinished.py, line 2: invalid syntax",
     ("--engine", "vllm", "--checkpoint", "/nope"): "--checkpoint /nope: no such directory.",
     (
         "--engine",
@@ -232,6 +234,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
     tests |= {"codec_other": OTHER_TESTS, "codec_broken": BROKEN_TEST}
     for name, text in XFAILS.items():
         (cwd / f"{name}.txt").write_text(text)
+    (cwd / "unfinished.py").write_text("CAPABILITIES = set()\ndef register(:\n")
     for name, text in tests.items():
         (suite / f"test_{name}.py").write_text(text)
     runs: dict[object, list[str]] = {
@@ -240,7 +243,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
     }
     runs |= {words: [*QUIET, str(suite / "test_codec_small.py"), *words] for words in USAGE_ERRORS}
     found = dict(zip(runs, run_all(list(runs.values()), cwd), strict=True))
-    assert {path.stem for path in cwd.iterdir()} == XFAILS.keys(), "a run wrote into the working directory"
+    assert {path.stem for path in cwd.iterdir()} == XFAILS.keys() | {"unfinished"}, (
+        "a run wrote into the working directory"
+    )
     return found
 
 
@@ -353,7 +358,10 @@ def test_expected_failures_are_said(outcomes: dict[object, Outcome]) -> None:
     assert "skip refuses [little]: expected failure: https://example.org/issues/1 (tests: 1)" in text
     assert "level reader         failed " in text, "a level is not passed with a failure in it, expected or not"
     for name in ("test_codec_other.py::test_no_more", "test_codec_gone.py::test_x"):
-        assert f"The xfails file names a test that is none: {name}" in outcomes["expected and absent"].text
+        line = f"The xfails file names a test that is none: {name}"
+        before, after = re.split(r"\n.* in [\d.]+s\n", outcomes["expected and absent"].text)
+        assert line in before
+        assert f"ERROR {line}" in after.splitlines(), "pytest's last line tells of no failure, so it is said below"
 
 
 def test_selecting_a_level(outcomes: dict[object, Outcome]) -> None:

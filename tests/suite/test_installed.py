@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -110,9 +111,13 @@ def test_ctrl_c_in_a_test_is_130(installed: Path, tmp_path: Path) -> None:
         + "class Codec:\n    name = 'mine'\n    capabilities = set()\n    encode = apply = interrupt\nCODEC = Codec()\n"
     )
     words = (*WAYS["the command"][:3], "-q", "-k", "test_counts", "--engine", "mine:CODEC")
-    found = run(installed, tmp_path, sys.executable, *words)
+    found = run(installed, tmp_path, sys.executable, *words, "--report", "report.json", "--html", "report.html")
     assert found.code == 130, found.text[-3000:]
     assert "Traceback" not in found.text
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["verdict"] == "interrupted"
+    assert report["partial"].startswith("Interrupted: ")
+    assert "nothing judged" not in (tmp_path / "report.html").read_text()
 
 
 def test_it_is_the_wheel_s(installed: Path, tmp_path: Path) -> None:

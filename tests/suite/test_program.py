@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,11 @@ def test_every_command(tmp_path: Path) -> None:
     """The order of arguments, and what is printed is what is returned."""
     out = tmp_path / "out"
     engine = program(
-        tmp_path, 'case "$1" in compose) mkdir "$2";; digest) echo " rd1:7 ";; *) cp "$3" "$5"; echo d;; esac'
+        tmp_path, 'case "$1" in compose) cp -r "$3" "$2";; digest) echo " rd1:7 ";; *) cp "$3" "$5"; echo d;; esac'
     )
     delta = oracle.write_delta(tmp_path / "delta", (), 6)
     engine.compose([delta, delta], out)
-    assert out.is_dir()
+    assert oracle.read_delta(out).patches == ()
     assert engine.digest(STATE) == "rd1:7"
     assert engine.follow(delta, oracle.clone(STATE), "rd1:1") == "d"
 
@@ -65,7 +66,8 @@ def test_a_refusal_is_one(tmp_path: Path) -> None:
     [
         ("exit 1", "failed: exit 1, where 0 is done and 3 is refused"),
         ("echo why >&2; exit 2", "why"),
-        ("kill -9 $$", "failed: exit -9"),
+        ("kill -9 $$", "failed: exit -9 (SIGKILL), where"),
+        ("kill -11 $$", "failed: exit -11 (SIGSEGV), where"),
         ("exit 0", "exited with 0 and wrote no after.safetensors"),
         ('cp "$3" "$4"; exit 3', "refused (refused without a word on standard error), and yet it wrote"),
         ('cp "$3" "$4"; echo x >> "$3"', "changed its input state1.safetensors"),
@@ -81,6 +83,25 @@ def test_a_failure_is_no_refusal(tmp_path: Path, body: str, text: str) -> None:
     with pytest.raises(EngineFailed) as caught:
         refused(lambda: engine.apply(tmp_path / "delta", oracle.clone(STATE)))
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("absent", [oracle.METADATA_FILE, oracle.DELTA_FILE])
+def test_a_delta_without_its_files_is_named(tmp_path: Path, absent: str) -> None:
+    """Of every command that writes one."""
+    delta = oracle.write_delta(tmp_path / "delta", (), 6)
+    write = f'cp -r {delta} "$out"; rm "$out"/{absent}'
+    engine = program(
+        tmp_path,
+        f'case "$1" in encode) out=$4;; compose) out=$2;; *) out=$5; cp "$3" "$4";; esac; {write}',
+    )
+    calls: list[Callable[[], None]] = [
+        lambda: engine.encode(STATE, OTHER, tmp_path / "encoded"),
+        lambda: engine.compose([delta, delta], tmp_path / "composed"),
+        lambda: engine.invert(delta, oracle.clone(STATE), tmp_path / "inverted"),
+    ]
+    for call in calls:
+        with pytest.raises(EngineFailed, match=f"exited with 0 but wrote no {absent}"):
+            call()
 
 
 def test_a_hang_ends_and_is_named(tmp_path: Path) -> None:

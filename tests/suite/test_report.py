@@ -50,6 +50,25 @@ def test_documents_follow_the_schema(made: Path, name: str) -> None:
     jsonschema.validate(document(made, name), report.schema())
 
 
+@pytest.mark.parametrize(
+    ("bits", "dtype", "text"),
+    [
+        ("0x80000000", "torch.float32", "-0.0"),
+        ("0x8000", "torch.bfloat16", "-0.0"),
+        ("0x3fc0", "torch.bfloat16", "1.5"),
+        ("0x7e00", "torch.float16", "nan"),
+        ("0xfff0000000000000", "torch.float64", "-inf"),
+        ("0x80", "torch.float8_e4m3fn", ""),
+        ("0x8000", "torch.float32", ""),
+        ("absent", "torch.float32", ""),
+        (None, "torch.float32", ""),
+        ("0x8000", None, ""),
+    ],
+)
+def test_bits_are_shown_as_numbers_too(bits: str | None, dtype: str | None, text: str) -> None:
+    assert report.number(bits, dtype) == text
+
+
 @pytest.mark.parametrize("key", ["proves", "levels", "tests", "versions", "engine"])
 def test_the_schema_refuses_less_and_more(made: Path, key: str) -> None:
     whole = document(made, "failing")
@@ -93,8 +112,12 @@ def test_failures_come_first_and_have_fields(made: Path) -> None:
         assert finding["position"] is not None
         assert test["reason"]
     property_ = next(test for test in failed if test["id"].endswith("::test_round_trip"))
+    page = (made / "failing.html").read_text()
+    assert re.search(r'<code class="want">0x80(00)+</code> <span class="dim">-0\.0</span>', page)
     assert property_["blob"].startswith("@reproduce_failure(")
     assert "Failing test case: test_round_trip(" in property_["example"]
+    assert "Mismatch: " in property_["text"]
+    assert "@reproduce" not in property_["example"] + property_["text"], "no decorator reaches the installed suite"
     expected = (
         "python -m pytest --pyargs conformance.test_codec_bit_exact::test_round_trip --engine conformance.mutants."
     )
@@ -153,6 +176,7 @@ def test_page_says_what_the_document_does(made: Path) -> None:
         assert level["promise"] in found.said
     assert whole["proves"] in found.said
     assert found.said.index("Failures") < found.said.index("Matrix")
+    assert "reproduce_failure" not in found.said, "its decorator is for functions that a reader can edit"
     assert len(found.links) == whole["counts"]["failed"]
     assert {unquote(link.removeprefix("#")) for link in found.links} <= found.ids
     assert "Failures" not in Page((made / "passing.html").read_text()).said
