@@ -97,12 +97,13 @@ def own_mutants(kind: str, where: str) -> Callable[..., Callable[[Broken], Broke
 
 
 def mutants(*runs: str) -> list[Mutant]:
-    """All mutants of these runs (of all, without any), in the order of their definition."""
-    wanted = runs or RUNS
-    for run in wanted:
-        for module in _MODULES[run]:
-            importlib.import_module(f"conformance.mutants.{module}")
-    return [mutant for mutant in _REGISTERED.values() if mutant.run in wanted]
+    """All mutants of these runs (of all, without any), in the order of `_MODULES` and of their definition there."""
+    places = [f"conformance.mutants.{module}" for run in runs or RUNS for module in _MODULES[run]]
+    for place in places:
+        importlib.import_module(place)
+    # Whoever imported one of them earlier has put its mutants first.
+    mine = [mutant for mutant in _REGISTERED.values() if mutant.run in (runs or RUNS)]
+    return sorted(mine, key=lambda mutant: places.index(mutant.place.partition(":")[0]))
 
 
 FAULTS: Mapping[int, str] = {
