@@ -171,11 +171,20 @@ def test_shapes_up_to_2_to_63_minus_1_elements(shape: tuple[int, ...]) -> None:
     assert spec.check_shape(list(shape)) == shape
 
 
-@pytest.mark.parametrize("shape", [(2**63,), (7, (2**63 - 1) // 7 + 1), (2**62, 2), (0, 2**63), (2**32, 2**32)])
+@pytest.mark.parametrize(
+    "shape", [(2**63,), (7, (2**63 - 1) // 7 + 1), (2**62, 2), (0, 2**63), (2**32, 2**32), (2**63 - 1, 2)]
+)
 def test_shapes_beyond_2_to_63_minus_1_elements(shape: tuple[int, ...]) -> None:
     with pytest.raises(DeltaError) as caught:
         spec.check_shape(list(shape), "w")
     assert (caught.value.reason, caught.value.tensor) == (Reason.BAD_SHAPE, "w")
+
+
+@pytest.mark.parametrize("key", [5, None, ("a",), "format", "layer_names", "lineage"])
+def test_further_metadata_has_keys_that_are_texts_and_not_the_format_s(key: object) -> None:
+    with pytest.raises(DeltaError) as caught:
+        spec.check_extra({"fine": 1, key: 2})  # type: ignore[dict-item]  # on purpose
+    assert caught.value.reason is Reason.BAD_METADATA
 
 
 @pytest.mark.parametrize(("at", "wrong"), [([0, 6], 6), ([0, 5, 9], 9), ([-1, 0], -1), ([-3, 7], -3), ([6], 6)])
