@@ -100,6 +100,8 @@ def test_options_and_levels_in_the_readme_exist() -> None:
     known = {option.name for option in OPTIONS} | {
         "--pyargs",
         "--junitxml",
+        "--maxfail",
+        "--hypothesis-profile",
         "--from",
         "--to",
         "--out",
