@@ -180,6 +180,13 @@ def test_shapes_beyond_2_to_63_minus_1_elements(shape: tuple[int, ...]) -> None:
     assert (caught.value.reason, caught.value.tensor) == (Reason.BAD_SHAPE, "w")
 
 
+@pytest.mark.parametrize("shape", [[-1, 3], [2, -1], [True, 3], [2.0, 3], "23", 6, None])
+def test_what_is_no_shape(shape: object) -> None:
+    with pytest.raises(DeltaError) as caught:
+        spec.check_shape(shape, "w")
+    assert (caught.value.reason, caught.value.tensor) == (Reason.BAD_SHAPE, "w")
+
+
 @pytest.mark.parametrize("key", [5, None, ("a",), "format", "layer_names", "lineage"])
 def test_further_metadata_has_keys_that_are_texts_and_not_the_format_s(key: object) -> None:
     with pytest.raises(DeltaError) as caught:
