@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,15 @@ class Server:
         waiting, running = list(jobs), dict[int, float]()
         while waiting or running:
             while waiting and len(running) < at_once:
-                running[_fork(waiting.pop(0))] = time.monotonic() + limit_s
+                running[fork(partial(_truth, waiting.pop(0)))] = time.monotonic() + limit_s
             for child, deadline in list(running.items()):
                 if (status := _ended(child, deadline)) is None:
                     continue
                 del running[child]
-                _kill_group(child)
+                kill_group(child)
                 if status != 0:
                     for other in running:
-                        _kill_group(other)
+                        kill_group(other)
                     raise RuntimeError(f"a truth engine ended with status {status}; see the log of the host")
             time.sleep(0.005)
 
@@ -95,13 +96,17 @@ def write_truth(
         (Path(out) / f"changed{number}.json").write_text(json.dumps(engine.generate(prompts, tokens=1)))
 
 
-def _fork(job: dict[str, Any]) -> int:
-    """The pid of a child, leader of its own group, that writes one truth."""
+def _truth(job: dict[str, Any]) -> None:
+    write_truth(Engine(worker_start="fork"), **job)
+
+
+def fork(work: Callable[[], object]) -> int:
+    """The pid of a child, leader of its own group, that does ``work`` and ends with 0, or with 1 after a traceback."""
     child = os.fork()
     if child == 0:
         os.setsid()
         die_with_parent()
-        os._exit(_in_fork(Engine(worker_start="fork"), job))  # no shutdown: the group is killed
+        os._exit(_in_fork(work))  # no shutdown: the group is killed
     return child
 
 
@@ -111,9 +116,9 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _in_fork(engine: Engine, job: dict[str, Any]) -> int:
+def _in_fork(work: Callable[[], object]) -> int:
     try:
-        write_truth(engine, **job)
+        work()
     except BaseException:
         traceback.print_exc()
         return 1
@@ -130,12 +135,13 @@ def _ended(child: int, deadline: float) -> int | str | None:
         return os.waitstatus_to_exitcode(status)
     if time.monotonic() < deadline:
         return None
-    _kill_group(child)
+    kill_group(child)
     os.waitpid(child, 0)
     return "timeout"
 
 
-def _kill_group(leader: int) -> None:
+def kill_group(leader: int) -> None:
+    """Kill a process that leads its group, and all that are in it."""
     try:
         os.killpg(leader, signal.SIGKILL)
     except ProcessLookupError:
@@ -147,7 +153,7 @@ def main() -> None:
     die_with_parent()
     with socket.socket(fileno=int(sys.argv[1])) as end, end.makefile("rw") as channel:
         Server().serve(channel)
-    _kill_group(os.getpgrp())
+    kill_group(os.getpgrp())
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ import re
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,38 +137,26 @@ def _fork_all(jobs: dict[str, Any]) -> None:
     Engine.import_vllm()
     for name in jobs["names"]:
         (Path(jobs["root"]) / name).mkdir()
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            host.die_with_parent()
-            os._exit(_in_child(name, jobs["checkpoint"], jobs["digits"], Path(jobs["root"]) / name))
+        child = host.fork(partial(_in_child, name, jobs["checkpoint"], jobs["digits"], Path(jobs["root"]) / name))
         _, status = os.waitpid(child, 0)
-        host._kill_group(child)
+        host.kill_group(child)
         if os.waitstatus_to_exitcode(status) != 0:
             raise RuntimeError(f"{name}: its process ended with status {status}")
 
 
-def _in_child(edit: str, checkpoint: str, digits: list[str], out: Path) -> int:
+def _in_child(edit: str, checkpoint: str, digits: list[str], out: Path) -> None:
     with (out / "log").open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    if edit in BY_NAME:
+        install(BY_NAME[edit])
+    engine = Engine(worker_start="fork")
     try:
-        if edit in BY_NAME:
-            install(BY_NAME[edit])
-        engine = Engine(worker_start="fork")
-        try:
-            engine.start(checkpoint, TP, backend="delta_snapshot")
-        except Exception as error:
-            (out / "refused.txt").write_text(f"{type(error).__name__}: {error}")
-            return 0
-        _read_all(engine, checkpoint, digits, out)
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    return 0
+        engine.start(checkpoint, TP, backend="delta_snapshot")
+    except Exception as error:
+        (out / "refused.txt").write_text(f"{type(error).__name__}: {error}")
+        return
+    _read_all(engine, checkpoint, digits, out)
 
 
 def _read_all(engine: Engine, checkpoint: str, digits: Sequence[str], out: Path) -> None:
