@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import time
 import uuid
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from conformance.live import probe
@@ -35,10 +39,20 @@ class Engine:
             "vllm.model_executor.models.gemma4",
         ):
             importlib.import_module(module)
+        for module in (
+            # What an engine imports only while it starts; where a version has them.
+            "vllm.compilation.backends",
+            "vllm.entrypoints.launchers.cli_args",
+            "vllm.model_executor.layers.quantization.online.base",
+            "vllm.v1.core.sched.scheduler",
+        ):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
             importlib.import_module("vllm.v1.worker.cpu_worker")
+            importlib.import_module("vllm.v1.attention.backends.cpu_attn")
 
     def start(
         self,
@@ -63,7 +77,7 @@ class Engine:
             "max_num_seqs": 8,
             "seed": 0,
             "disable_log_stats": True,
-            "kv_cache_memory_bytes": 256 << 20,
+            "kv_cache_memory_bytes": 16 << 20,
             "worker_extension_cls": "conformance.live.probe.Probe",
         }
         if backend is not None:
@@ -195,9 +209,36 @@ def _position(entry: dict[int, Any]) -> list[tuple[int, float]]:
 
 
 def _fork_workers() -> None:
-    """Let vLLM fork its workers, not spawn them; sound here because no OpenMP pool exists yet."""
+    """Let vLLM fork its workers, not spawn them, as long as this process has no thread of its own but the main one.
+
+    A fork takes one thread along: a pool (OpenMP's, a plugin's) would be dead in the worker. ZeroMQ's two are there
+    always; its contexts know a fork, and vLLM's workers make new ones.
+    """
     import multiprocessing
 
     from vllm.v1.executor import multiproc_executor
 
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    def context() -> Any:
+        found = settled(other_threads)
+        if found:
+            print(f"conformance: second ranks are spawned, since these threads run: {found}", flush=True)
+        return multiprocessing.get_context("spawn" if found else "fork")
+
+    multiproc_executor.get_mp_context = context
+
+
+def other_threads() -> list[str]:
+    """The kernel's names of the threads of this process, but for the main one and ZeroMQ's."""
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
+        return ["unknown: no /proc"]
+    names = [(task / "comm").read_text().strip() for task in tasks.iterdir() if task.name != str(os.getpid())]
+    return [name for name in names if not name.startswith("ZMQbg/")]
+
+
+def settled(look: Callable[[], list[str]], seconds: float = 0.5) -> list[str]:
+    """What ``look`` finds in the end: a thread gets its name only after it has started."""
+    end = time.monotonic() + seconds
+    while (found := look()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found

@@ -27,8 +27,8 @@ from conformance.live.engine import Engine
 class Server:
     """Answers the requests of one `runner.Host` until its socket closes."""
 
-    def __init__(self) -> None:
-        self.engine = Engine()
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
 
     def serve(self, channel: Any) -> None:
         """Answer every line of ``channel``."""
@@ -96,8 +96,13 @@ def write_truth(
         (Path(out) / f"changed{number}.json").write_text(json.dumps(engine.generate(prompts, tokens=1)))
 
 
+_ENGINES: list[Engine] = []
+"""Engines of this process; one that is let go shuts down, which costs more than it did to start, before the kill."""
+
+
 def _truth(job: dict[str, Any]) -> None:
-    write_truth(Engine(worker_start="fork"), **job)
+    _ENGINES.append(Engine(worker_start="fork"))
+    write_truth(_ENGINES[-1], **job)
 
 
 def fork(work: Callable[[], object]) -> int:
@@ -148,12 +153,17 @@ def kill_group(leader: int) -> None:
         return
 
 
+def serve(descriptor: int, engine: Engine) -> None:
+    """Serve on a socket until it closes; then end this process and its group."""
+    with socket.socket(fileno=descriptor) as end, end.makefile("rw") as channel:
+        Server(engine).serve(channel)
+    kill_group(os.getpgrp())
+
+
 def main() -> None:
     """Serve on the socket whose descriptor is the first argument."""
     die_with_parent()
-    with socket.socket(fileno=int(sys.argv[1])) as end, end.makefile("rw") as channel:
-        Server().serve(channel)
-    kill_group(os.getpgrp())
+    serve(int(sys.argv[1]), Engine())
 
 
 if __name__ == "__main__":

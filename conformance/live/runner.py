@@ -1,21 +1,18 @@
-"""The suite's side of an engine in a child process: requests over a socket, a time-out on each, nothing left behind."""
+"""The suite's side of an engine in a child process: requests over a socket, a limit on each, nothing left behind."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from conformance.live import probe
+from conformance.live.processes import Plain, Process, zygote
+from conformance.live.watch import TimedOut, Watch
 
 START_TIMEOUT = 240.0
 CALL_TIMEOUT = 120.0
@@ -43,6 +40,14 @@ class HostDied(Exception):
     """The host process ended, or did not answer in time and was killed."""
 
 
+class HostTimedOut(HostDied):
+    """It did not answer in time. ``starved``: others had the cores, so it says nothing of the engine."""
+
+    def __init__(self, text: str, *, starved: bool) -> None:
+        super().__init__(text)
+        self.starved = starved
+
+
 def environment(*, plugins: str, modules: Sequence[str] = (), unpack: bool = False) -> dict[str, str]:
     """The environment of a host: ``VLLM_PLUGINS``, what every process loads (`probe.load`), the suite's CPU switch."""
     return {
@@ -55,47 +60,55 @@ def environment(*, plugins: str, modules: Sequence[str] = (), unpack: bool = Fal
 
 
 class Host:
-    """A child that runs `conformance.live.host`, in its own process group; a context manager."""
+    """A child that runs `conformance.live.host`, in its own process group; a context manager.
 
-    def __init__(self, env: Mapping[str, str], log: Path) -> None:
-        ours, theirs = socket.socketpair()
+    It is forked from a zygote at its first call; a ``plain`` one is started now and imports vLLM itself.
+    """
+
+    def __init__(self, env: Mapping[str, str], log: Path, *, plain: bool = False) -> None:
         self.log = log
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "conformance.live.host", str(theirs.fileno())],
-                env=dict(env),
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        theirs.close()
-        self._socket = ours
+        log.touch()
+        self._env = dict(env)
+        self._socket, self._theirs = socket.socketpair()
+        self._process: Process | None = None
         self._pending = b""
+        if plain:
+            with self._theirs:
+                self._process = Plain("conformance.live.host", self._theirs, self._env, log)
+        else:
+            zygote(self._env)
+
+    @property
+    def pid(self) -> int:
+        """Of the child, which leads its group; 0 before it is forked."""
+        return self._process.pid if self._process else 0
 
     def call(self, command: str, *, timeout: float = CALL_TIMEOUT, **arguments: Any) -> Any:
         """Send one request and return its answer.
 
-        Raises `HostError` with vLLM's text, or `HostDied` when the child ended or ``timeout`` seconds passed (it is
-        killed then, with its workers).
+        Raises `HostError` with vLLM's text, `HostTimedOut` when ``timeout`` seconds passed in which the child could have
+        worked (`watch`), or `HostDied` when it ended. It is killed in both cases, with its workers.
         """
         try:
+            process = self._started(timeout)
             self._socket.sendall(json.dumps({"command": command, **arguments}).encode() + b"\n")
-            answer = json.loads(self._line(time.monotonic() + timeout))
-        except (OSError, EOFError, TimeoutError) as error:
+            answer = json.loads(self._line(Watch(process.pid, timeout)))
+        except (OSError, EOFError) as error:
             self.kill()
-            raise HostDied(f"{command}: {type(error).__name__} {error}; {self._last_words()}") from error
+            text = f"{command}: {type(error).__name__} {error}; {self._last_words()}"
+            if isinstance(error, TimedOut):
+                raise HostTimedOut(text, starved=error.starved) from error
+            raise HostDied(text) from error
         if "error" in answer:
             raise HostError(answer["error"])
         return answer["ok"]
 
     def kill(self) -> None:
         """End the child and everything in its process group; safe to call twice."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        if self._process is not None:
+            self._process.end()
         self._socket.close()
+        self._theirs.close()
 
     def __enter__(self) -> Self:
         return self
@@ -105,9 +118,15 @@ class Host:
     ) -> None:
         self.kill()
 
-    def _line(self, deadline: float) -> bytes:
+    def _started(self, timeout: float) -> Process:
+        if self._process is None:
+            with self._theirs:
+                self._process = zygote(self._env).fork(self._env, self._theirs, self.log, max(timeout, START_TIMEOUT))
+        return self._process
+
+    def _line(self, watch: Watch) -> bytes:
         while b"\n" not in self._pending:
-            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            watch.wait_for(self._socket)
             received = self._socket.recv(1 << 16)
             if not received:
                 raise EOFError("the host closed its socket")

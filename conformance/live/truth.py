@@ -88,7 +88,7 @@ class Truths:
 
     def plain(self, checkpoint: Checkpoint, tp: int) -> Truth:
         """The same from a child that forks nothing, not remembered."""
-        with Host(self._environment, self._root / "plain.log") as host:
+        with Host(self._environment, self._root / "plain.log", plain=True) as host:
             job = self._job(checkpoint, tp)
             host.call("plain_truth", timeout=START_TIMEOUT, **job)
         return Truth(Path(job["out"]))
