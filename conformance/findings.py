@@ -4,6 +4,7 @@
     Mismatch(finding)           the AssertionError that carries findings
     require(holds, ...)         raise a Mismatch unless it holds
     EngineFailed                the engine neither did nor refused what it was asked: a crash, a hang
+    Late                        an EngineFailed: no answer in time
     InfrastructureFailed        nothing can be said of the engine: its process or module did not start
 
 Nothing is imported here: the oracle uses it.
@@ -76,6 +77,14 @@ class Mismatch(AssertionError):
 
 class EngineFailed(AssertionError):
     """The engine neither did nor refused what it was asked."""
+
+
+class Late(EngineFailed):
+    """The engine did not answer in time. ``starved``: others had the cores, so it says nothing of the engine."""
+
+    def __init__(self, text: str, *, starved: bool) -> None:
+        super().__init__(text)
+        self.starved = starved
 
 
 class InfrastructureFailed(AssertionError):

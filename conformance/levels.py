@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-PASSED, FAILED, DECLINED, NOT_RUN = "passed", "failed", "declined", "not run"
+PASSED, FAILED, DECLINED, NOT_RUN, NOT_JUDGED = "passed", "failed", "declined", "not run", "not judged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Verdict:
 
     level: Level
     word: str
-    """PASSED, FAILED, DECLINED or NOT_RUN."""
+    """PASSED, FAILED, DECLINED, NOT_RUN or NOT_JUDGED."""
     why: str = ""
     """What is missing where it is not passed."""
     tests: int = 0
@@ -107,13 +107,14 @@ class Verdict:
     def line(self) -> str:
         """For the terminal."""
         said = f" ({self.why})" if self.why else ""
-        return f"{self.level.id.ljust(14)} {self.word.ljust(9)} {self.level.promise}{said}"
+        return f"{self.level.id.ljust(14)} {self.word.ljust(10)} {self.level.promise}{said}"
 
 
 def judge(outcomes: Mapping[str, Sequence[str]], *, live: bool, capabilities: Iterable[str]) -> list[Verdict]:
     """The verdict on every level of live engines or of codecs.
 
-    outcomes: level -> outcome of each of its tests, `passed`, `failed`, `skipped`, `xfailed`, or `not run`.
+    outcomes: level -> outcome of each of its tests: `passed`, `failed`, `skipped`, `xfailed`, `not run`, or `not
+    judged` where the infrastructure failed.
     """
     offered, found = set(capabilities), dict[str, Verdict]()
     for level in LEVELS:
@@ -131,6 +132,8 @@ def _judge(level: Level, outcomes: Sequence[str], offered: set[str], known: Mapp
     if bad["failed"] or bad["xfailed"]:
         counts = [f"{count} {word}" for word, count in bad.items() if count]
         return Verdict(level, FAILED, ", ".join(counts), passed)
+    if unjudged := outcomes.count(NOT_JUDGED):
+        return Verdict(level, NOT_JUDGED, f"of {unjudged} tests: the infrastructure failed", passed)
     if bad["not run"] or not passed:
         missing_tests = f"{bad['not run']} of {len(outcomes)} tests did not run" if outcomes else "no tests"
         return Verdict(level, NOT_RUN, missing_tests, passed)

@@ -109,11 +109,15 @@ class Cell:
     passed: int = 0
     failed: int = 0
     skipped: int = 0
+    unjudged: int = 0
+    """Failures of the infrastructure."""
 
     @property
     def word(self) -> str:
         if self.failed:
             return "FAIL"
+        if self.unjudged:
+            return "infra"
         if self.passed:
             return "pass*" if self.skipped else "pass"
         return "skip" if self.skipped else "-"
@@ -154,7 +158,9 @@ class Matrix:
             return
         self.finished.add(report.nodeid)
         cell = self.expect(said["check"], said["row"])
-        if report.failed:
+        if report.failed and getattr(report, "conformance", {}).get("infrastructure"):
+            cell.unjudged += 1
+        elif report.failed:
             cell.failed += 1
         elif report.skipped:
             cell.skipped += 1

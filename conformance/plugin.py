@@ -22,8 +22,9 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import InvalidArgument
 
-from conformance import capabilities, engines, interrupts, levels, matrix, results, shrinking, xfails
+from conformance import again, capabilities, engines, interrupts, levels, matrix, results, shrinking, xfails
 from conformance.driving import skip_for
+from conformance.findings import Late
 from conformance.options import Options, add_options, options_of
 from conformance.results import Result
 from conformance.run import Exit, Run, files_of
@@ -195,6 +196,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("needs"):
         if run.is_ours(item.path) and marker.args[0] not in run.offered:
             skip_for(marker.args[0])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """A check whose engine did not answer in time runs once more; only a second time says something."""
+    try:
+        return (yield)
+    except Late as late:
+        pyfuncitem.add_report_section("call", "tried again", f"The first time: {late}")
+    return again.run(pyfuncitem)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around Hypothesis, which adds what it reported

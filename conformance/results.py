@@ -46,6 +46,11 @@ class Result:
     statistics: str = ""
     """Hypothesis's own, as text."""
 
+    @property
+    def unjudged(self) -> bool:
+        """Whether it failed without a verdict on the engine."""
+        return self.outcome == FAILED and self.infrastructure
+
 
 def details(item: pytest.Item, call: pytest.CallInfo[None]) -> dict[str, Any]:
     """What a report cannot say of itself, as plain values, so that it may travel to another process."""

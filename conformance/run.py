@@ -81,7 +81,7 @@ class Run:
         outcomes: dict[str, list[str]] = {}
         for result in self.results.values():
             for level in result.levels:
-                outcomes.setdefault(level, []).append(result.outcome)
+                outcomes.setdefault(level, []).append(levels.NOT_JUDGED if result.unjudged else result.outcome)
         return levels.judge(outcomes, live=self.options.live, capabilities=self.offered)
 
     def exit(self, pytest_s: int) -> Exit | int:

@@ -14,7 +14,7 @@ import pytest
 
 from conformance import checkpoints, digests, oracle
 from conformance.checkpoints import State
-from conformance.findings import require
+from conformance.findings import EngineFailed, require
 from conformance.live import changes
 from conformance.live.backends import backend_of
 from conformance.live.row import Row
@@ -180,6 +180,8 @@ def _session(live: Row, deltas: Sequence[Path]) -> str | None:
         for delta in deltas:
             live.call("update", info=live.backend.info(delta))
         live.call("finish")
+    except EngineFailed:  # dead or late, which is no refusal
+        raise
     except AssertionError as error:
         return str(error)
     finally:

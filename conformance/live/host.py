@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.live.engine import Engine
+from conformance.live.watch import TimedOut, Watch
 
 
 class Server:
@@ -54,12 +55,13 @@ class Server:
     def forked_truths(self, jobs: list[dict[str, Any]], at_once: int, limit_s: float) -> None:
         """Fork a child for each job (the arguments of `write_truth`), ``at_once`` at a time; kill each one's group."""
         gc.freeze()  # vLLM collects several times while it starts; what the imports left need not be visited again
-        waiting, running = list(jobs), dict[int, float]()
+        waiting, running = list(jobs), dict[int, Watch]()
         while waiting or running:
             while waiting and len(running) < at_once:
-                running[fork(partial(_truth, waiting.pop(0)))] = time.monotonic() + limit_s
-            for child, deadline in list(running.items()):
-                if (status := _ended(child, deadline)) is None:
+                child = fork(partial(_truth, waiting.pop(0)))
+                running[child] = Watch(child, limit_s)
+            for child, watch in list(running.items()):
+                if (status := _ended(child, watch)) is None:
                     continue
                 del running[child]
                 kill_group(child)
@@ -133,16 +135,18 @@ def _in_fork(work: Callable[[], object]) -> int:
     return 0
 
 
-def _ended(child: int, deadline: float) -> int | str | None:
-    """The exit status of ``child``, "timeout" after it was killed for being late, None while it runs."""
+def _ended(child: int, watch: Watch) -> int | str | None:
+    """The exit status of ``child``, why it was killed where it was late, None while it runs."""
     done, status = os.waitpid(child, os.WNOHANG)
     if done:
         return os.waitstatus_to_exitcode(status)
-    if time.monotonic() < deadline:
-        return None
-    kill_group(child)
-    os.waitpid(child, 0)
-    return "timeout"
+    try:
+        watch.tick_if_due()
+    except TimedOut as late:
+        kill_group(child)
+        os.waitpid(child, 0)
+        return str(late)
+    return None
 
 
 def kill_group(leader: int) -> None:

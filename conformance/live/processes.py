@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from conformance.live.watch import Watch
 from conformance.live.zygote import MESSAGE_BYTES
 
-_LATE = ("VLLM_PLUGINS", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST")
+_LATE = ("VLLM_PLUGINS", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR", "PYTEST_CURRENT_TEST")
 _LATE_PREFIXES = ("CONFORMANCE_", "REFDELTA_")
 """Variables that nothing reads while vLLM is imported: engines that differ in these alone share a zygote."""
 
@@ -68,9 +68,12 @@ class Zygote:
             self._process = Plain("conformance.live.zygote", theirs, env, self.log)
 
     def fork(self, env: Mapping[str, str], end: socket.socket, log: Path, timeout: float) -> Forked:
-        """A child that serves on ``end``. Raises TimeoutError, OSError or EOFError where the zygote does not answer."""
+        """A child that serves on ``end``. Raises TimeoutError, OSError or EOFError where the zygote does not answer.
+
+        Its temporary files lie beside the zygote's log: killed engines leave their sockets there.
+        """
         with log.open("ab") as output:
-            request = json.dumps({"fork": dict(env)}).encode()
+            request = json.dumps({"fork": {**env, "TMPDIR": self._home.name}}).encode()
             socket.send_fds(self._channel, [request], [end.fileno(), output.fileno()])
         Watch(self._process.pid, timeout).wait_for(self._channel)
         return Forked(self, self._answer()["pid"])

@@ -16,11 +16,11 @@ from typing import Any
 from conformance import capabilities, checkpoints, oracle
 from conformance.checkpoints import Checkpoint, State, aliases, load, with_state
 from conformance.driving import skip_for
-from conformance.findings import Finding, InfrastructureFailed, Mismatch, require
+from conformance.findings import EngineFailed, Finding, InfrastructureFailed, Late, Mismatch, require
 from conformance.live import changes, judge
 from conformance.live.encoder import Encode, encode_with_oracle, encode_with_refdelta
 from conformance.live.engine import Output
-from conformance.live.runner import START_TIMEOUT, Host, HostDied, HostError, environment
+from conformance.live.runner import START_TIMEOUT, Host, HostDied, HostError, HostTimedOut, environment, twice_if_late
 from conformance.live.setup import PLAIN, Setup
 from conformance.live.truth import Truth, Truths, prompts
 from conformance.options import UPDATE_INFO, filled
@@ -119,30 +119,39 @@ class Row:
         self._settled = False
 
     def call(self, command: str, **arguments: Any) -> Any:
-        """One call of `engine.Engine`; an error or a dead engine fails the check with its text."""
+        """One call of `engine.Engine`; an error, a late answer or a dead engine fails the check with its text."""
         assert self._host is not None, "ready() first"
         try:
             return self._host.call(command, **arguments)
-        except (HostError, HostDied) as error:
+        except HostError as error:
             raise AssertionError(f"{self.name}: {command} failed: {error}") from None
+        except HostDied as error:
+            self._settled = False
+            text = f"{self.name}: {command} failed: {error}"
+            raise Late(text, starved=error.starved) if isinstance(error, HostTimedOut) else EngineFailed(text) from None
 
     def _start(self) -> None:
+        try:
+            twice_if_late(self._start_once)
+        except (HostError, HostDied) as error:
+            log = self._scratch / "engine.log"
+            self._start_failure = f"{self.name}: the engine did not start: {error} (log {log})"
+            raise InfrastructureFailed(self._start_failure) from None
+
+    def _start_once(self) -> None:
+        self.close()
         env = environment(plugins=self.backend.plugins, modules=self.backend.modules, unpack=not self.backend.ours)
         self._host = Host(env | self.setup.variables(self._scratch), self._scratch / "engine.log")
-        try:
-            self._host.call(
-                "start",
-                timeout=START_TIMEOUT,
-                checkpoint=str(self.checkpoint.directory),
-                tp=self.tp,
-                backend=self.backend.name,
-                hf_overrides=dict(self.checkpoint.hf_overrides),
-                arguments=dict(self.setup.arguments),
-            )
-            self._host.call("init_transfer")
-        except (HostError, HostDied) as error:
-            self._start_failure = f"{self.name}: the engine did not start: {error} (log {self._host.log})"
-            raise InfrastructureFailed(self._start_failure) from None
+        self._host.call(
+            "start",
+            timeout=START_TIMEOUT,
+            checkpoint=str(self.checkpoint.directory),
+            tp=self.tp,
+            backend=self.backend.name,
+            hf_overrides=dict(self.checkpoint.hf_overrides),
+            arguments=dict(self.setup.arguments),
+        )
+        self._host.call("init_transfer")
 
     # --- states, truths, deltas ---
 
@@ -166,7 +175,8 @@ class Row:
         base, root = self.checkpoint.directory, self._scratch
         made = [with_state(base, state, root / f"state{next(self._count)}") for state in states]
         try:
-            return self.truths.of([replace(self.checkpoint, directory=directory) for directory in made], self.tp)
+            wanted = [replace(self.checkpoint, directory=directory) for directory in made]
+            return twice_if_late(lambda: self.truths.of(wanted, self.tp))
         except (HostError, HostDied) as error:
             raise InfrastructureFailed(f"{self.name}: no truth: a fresh engine failed: {error}") from None
         finally:

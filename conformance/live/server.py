@@ -17,9 +17,11 @@ from typing import Any, Self
 
 import httpx
 
+from conformance.findings import Late
 from conformance.live.engine import TOKENS
 from conformance.live.host import die_with_parent
 from conformance.live.runner import CALL_TIMEOUT, START_TIMEOUT
+from conformance.live.watch import WALL_FACTOR, TimedOut, Watch
 
 
 class Server:
@@ -51,17 +53,25 @@ class Server:
             )
         # No proxy for a local server, and a connection for each request: uvicorn closes one after a 500 that it sent.
         self._client = httpx.Client(
-            base_url=self.url, timeout=CALL_TIMEOUT, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0)
+            base_url=self.url,
+            timeout=CALL_TIMEOUT * WALL_FACTOR,
+            trust_env=False,
+            limits=httpx.Limits(max_keepalive_connections=0),
         )
 
     def wait_until_ready(self) -> None:
-        """Return when ``/health`` answers 200; AssertionError with the end of the log when it does not come to that."""
-        deadline = time.monotonic() + START_TIMEOUT
-        while time.monotonic() < deadline and self._process.poll() is None:
+        """Return when ``/health`` answers 200. Late or AssertionError, with the end of the log, when it never does."""
+        watch = Watch(self._process.pid, START_TIMEOUT)
+        while self._process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
                 if self._client.get("/health").status_code == httpx.codes.OK:
                     return
             time.sleep(0.25)
+            try:
+                watch.tick_if_due()
+            except TimedOut as late:
+                text = f"the server did not start: {late}\n{self._last_words()}"
+                raise Late(text, starved=late.starved) from late
         raise AssertionError(f"the server did not start:\n{self._last_words()}")
 
     def post(self, path: str, body: Mapping[str, object] | None = None, **query: str) -> httpx.Response:

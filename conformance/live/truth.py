@@ -18,7 +18,7 @@ from typing import Any
 from conformance.checkpoints import Checkpoint, content_digest
 from conformance.live.engine import Output
 from conformance.live.judge import RankDump, read_dumps
-from conformance.live.runner import START_TIMEOUT, Host, environment
+from conformance.live.runner import START_TIMEOUT, Host, HostTimedOut, environment
 from conformance.live.setup import PLAIN, Setup
 
 KEEP_BYTES = 1 << 30
@@ -107,7 +107,11 @@ class Truths:
             self._warm = True
         at_once = max(1, (os.cpu_count() or 1) // tp)
         timeout = START_TIMEOUT * len(jobs)
-        self._zygote.call("forked_truths", timeout=timeout, jobs=jobs, at_once=at_once, limit_s=START_TIMEOUT)
+        try:
+            self._zygote.call("forked_truths", timeout=timeout, jobs=jobs, at_once=at_once, limit_s=START_TIMEOUT)
+        except HostTimedOut:
+            self._warm, self._zygote = False, Host(self._environment, self._root / "zygote.log")
+            raise
 
     @staticmethod
     def _key(checkpoint: Checkpoint, tp: int) -> tuple[str, int, str]:

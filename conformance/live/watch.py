@@ -62,6 +62,11 @@ class Watch:
                 return
             self.tick()
 
+    def tick_if_due(self) -> None:
+        """`tick`, unless the last one was less than `TICK_S` ago."""
+        if time.monotonic() - (self._last.clock if self._last else self._began) >= TICK_S:
+            self.tick()
+
     def tick(self) -> None:
         """Count the time since the last tick. Raises TimedOut where it was too much."""
         now = _read(self.root)

@@ -1,8 +1,8 @@
 """A process that has imported vLLM and forks one child for every engine: ``python -m conformance.live.zygote FD``.
 
-Importing vLLM costs more than starting a tiny engine, so it is done once for each environment (`processes.Zygote`). The
-zygote builds no engine, loads no plugin and starts no thread; what a child inherits are modules alone. A child takes the
-environment of its engine, then serves its requests as `conformance.live.host` does.
+Importing vLLM costs more than starting a tiny engine, so it is done once for each environment (`processes.Zygote`).
+The zygote builds no engine, loads no plugin and starts no thread; what a child inherits are modules alone. A child
+takes the environment of its engine, then serves its requests as `conformance.live.host` does.
 
 ``FD`` is a socket that keeps messages apart. One JSON message is one request, answered with one:
 
@@ -17,6 +17,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 from typing import Any
 
 from conformance.live import host, probe
@@ -58,6 +59,7 @@ def _serve(environment: dict[str, str], descriptors: list[int], channel: socket.
     os.close(log)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # the environment says where
     probe.prepare_process.cache_clear()  # the zygote ran it for its own environment, which asks for nothing
     host.serve(end, Engine(worker_start="fork"))
 
