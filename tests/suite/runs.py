@@ -40,7 +40,7 @@ class Outcome:
         return {check for check, word in self.words().items() if word == "FAIL"}
 
 
-WORDS = ("pass", "pass*", "FAIL", "skip", "-")
+WORDS = ("pass", "pass*", "FAIL", "infra", "skip", "-")
 
 
 def environment() -> dict[str, str]:
