@@ -32,9 +32,13 @@ def waited(monkeypatch: pytest.MonkeyPatch, machine: Machine, limit_s: float) ->
     """After how many seconds a wait ends on this machine, and with what."""
     monkeypatch.setattr(watch, "_read", machine.read)
     patience = Watch(1, limit_s, _began=0.0, _moved=0.0)
-    with pytest.raises(TimedOut) as caught:
+
+    def wait() -> None:
         while True:
             patience.tick()
+
+    with pytest.raises(TimedOut) as caught:
+        wait()
     return machine.clock, caught.value
 
 
