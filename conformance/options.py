@@ -17,6 +17,17 @@ LIVE_ENGINE = "vllm"
 LIVE_TP = (1, 2)
 PLACE = "{path}"
 """What stands for the delta's directory in `--update-info`."""
+GATE = "gate"
+GATE_ROWS = (
+    "qwen3-tied tp=1",
+    "qwen3-untied tp=2",
+    "qwen3-moe tp=2",
+    "gemma4-text tp=1",
+    "gemma4-moe tp=2",
+    "qwen3-untied http tp=1",
+    "qwen3-tied lora tp=1",
+)
+"""What `--row gate` stands for: every architecture, tied and untied, experts, one rank and two, HTTP, an adapter."""
 UPDATE_INFO = '{"target_weights_path": "{path}"}'
 
 
@@ -50,6 +61,8 @@ class Options:
     """Where to write the report as JSON."""
     html: Path | None = None
     """Where to write it as a page."""
+    rows: frozenset[str] | None = None
+    """Run these columns of the live matrix alone; all where None."""
 
     @property
     def live(self) -> bool:
@@ -78,6 +91,7 @@ OPTIONS = (
     Option("--html", "FILE", "write the report as one page"),
     Option("--exec-timeout", "SECONDS", f"exec: the longest that one call may take (default {TIMEOUT:g})"),
     Option("--tp", "N", "vllm: tensor-parallel size; repeat or separate by commas (default 1,2)", many=True),
+    Option("--row", "NAME", "vllm: only this column of the matrix; repeatable; `gate` names a short set", many=True),
     Option("--checkpoint", "PATH_OR_HF_ID", "vllm: use this checkpoint, as it is; a hub id from the local cache"),
     Option("--backend", "NAME", "vllm: somebody else's weight-transfer backend, with --plugin"),
     Option("--plugin", "MODULE", "vllm: the module (or MODULE:FUNCTION) that registers the backend"),
@@ -123,10 +137,11 @@ def _checked(config: pytest.Config) -> Options:
         _levels(config.getoption("--level"), engine),
         _xfails(config.getoption("--xfails-file"), directory),
         *(_file(config.getoption(name), directory, name) for name in ("--report", "--html")),
+        _rows(given["row"]),
     )
 
 
-_LIVE_ONLY = ("checkpoint", "tp", "mutant", "backend", "plugin", "update-info")
+_LIVE_ONLY = ("checkpoint", "tp", "mutant", "backend", "plugin", "update-info", "row")
 
 
 def _check_places(given: Mapping[str, Any], engine: str) -> None:
@@ -160,6 +175,12 @@ def _sizes(given: Iterable[str]) -> tuple[int, ...]:
     if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
         raise pytest.UsageError(f"--tp takes positive numbers, and got {','.join(words)!r}.")
     return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def _rows(given: Iterable[str] | None) -> frozenset[str] | None:
+    if given is None:
+        return None
+    return frozenset(row for name in given for row in (GATE_ROWS if name == GATE else (name,)))
 
 
 def _template(text: str) -> str:

@@ -25,7 +25,7 @@ from hypothesis.errors import InvalidArgument
 from conformance import again, capabilities, engines, interrupts, levels, matrix, results, shrinking, xfails
 from conformance.driving import skip_for
 from conformance.findings import Late
-from conformance.options import Options, add_options, options_of
+from conformance.options import GATE, Options, add_options, options_of
 from conformance.results import Result
 from conformance.run import Exit, Run, files_of
 
@@ -155,6 +155,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _expect_failures(run, mine)
     wanted = levels.closure(run.options.levels)
     beside = {item for item in mine if wanted and not wanted.issuperset(run.results[item.nodeid].levels)}
+    beside |= _other_rows(run, mine)
     config.hook.pytest_deselected(items=[*other, *beside])
     items[:] = [item for item in items if item not in other | beside]
     result = yield  # other plugins select by name, mark and so on
@@ -162,6 +163,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if run.is_ours(item.path):
             run.matrix.announce(item, run.name)
     return result
+
+
+def _other_rows(run: Run, items: list[pytest.Item]) -> set[pytest.Item]:
+    """The items of columns that were not asked for; UsageError for a column that is none."""
+    if run.options.rows is None:
+        return set()
+    of = {item: str(matrix.row_of(item)) for item in items}
+    if unknown := sorted(run.options.rows.difference(of.values())):
+        known = ", ".join(sorted(set(of.values())))
+        raise pytest.UsageError(f"--row takes {GATE} or a column of the matrix ({known}), and got {unknown[0]!r}.")
+    return {item for item in items if of[item] not in run.options.rows}
 
 
 def _plan(run: Run, item: pytest.Item) -> None:
