@@ -168,6 +168,7 @@ USAGE_ERRORS = {
     ("--tp", "2"): "--tp needs --engine vllm, and the engine is 'reference'.",
     ("--checkpoint", "some/model"): "--checkpoint needs --engine vllm",
     ("--mutant", "swap"): "--mutant needs --engine vllm",
+    ("--row", "gate"): "--row needs --engine vllm",
     ("--engine", "vllm", "--tp", "0"): "--tp takes positive numbers, and got '0'.",
     ("--engine", "vllm", "--tp", "1,two"): "--tp takes positive numbers, and got '1,two'.",
     ("--engine", "exec:"): "exec: needs a command",
