@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from conformance.checkpoints import State, random_tensor
+from conformance.live import compiler
 
 ADAPTER_RANK = 8
 
@@ -33,8 +37,25 @@ class Setup:
 
     def variables(self, home: Path) -> dict[str, str]:
         """The environment of engines whose files are under ``home``."""
-        cache = {"VLLM_CACHE_ROOT": str(home / "vllm-cache"), "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor-cache")}
-        return {**self.environment, **(cache if self.private_cache else {})}
+        return {**self.environment, **(_private_caches(home) if self.private_cache else {})}
+
+
+def _private_caches(home: Path) -> dict[str, str]:
+    """Caches of graphs and kernels under ``home``; shared are what vLLM notes of its own model classes, which it asks
+    of a child that imports everything, and the C++ compiler's work (`compiler`)."""
+    root, notes = home / "vllm-cache", "modelinfos"
+    shared = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm")) / notes
+    shared.mkdir(parents=True, exist_ok=True)
+    root.mkdir(parents=True, exist_ok=True)
+    if not (root / notes).exists():
+        (root / notes).symlink_to(shared)
+    private = {"VLLM_CACHE_ROOT": str(root), "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor-cache")}
+    return private | compiler.install(_compilers_home().name, os.environ)
+
+
+@functools.cache
+def _compilers_home() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="conformance-compiler-")
 
 
 PLAIN = Setup()
