@@ -327,6 +327,7 @@ NO_INFLUENCE = frozenset(
         "break-system-packages",
         "cache-dir",
         "compile",
+        "config-file",
         "debug",
         "disable-pip-version-check",
         "exists-action",
