@@ -356,6 +356,9 @@ def test_a_spoilt_stamp_is_no_stamp(tmp_path: Path) -> None:
 # --- what tells a touched environment ----------------------------------------------------------------------------
 
 
+EDITABLE = ("refdelta.pth", "__editable___refdelta_finder.py", "torch-2.dist-info/direct_url.json")
+
+
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """Site-packages of an environment with one package, an editable project and some bytecode."""
@@ -363,7 +366,8 @@ def site(tmp_path: Path) -> Path:
     for name in ("torch/__init__.py", "torch/__pycache__/__init__.pyc", "torch-2.dist-info/RECORD"):
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text("as installed")
-    (site / "__editable__.refdelta-0.1.0.pth").write_text("/checkout/a")
+    for name in EDITABLE:
+        (site / name).write_text("/checkout/a")
     return site
 
 
@@ -375,9 +379,9 @@ def site(tmp_path: Path) -> Path:
         lambda site: shutil.rmtree(site / "torch"),
         lambda site: (site / "torch-2.dist-info").rename(site / "torch-3.dist-info"),
         lambda site: (site / "sitecustomize.py").touch(),
-        lambda site: (site / "__editable__.refdelta-0.1.0.pth").write_text("/checkout/b"),
+        *(lambda site, name=name: (site / name).write_text("/checkout/b") for name in EDITABLE),
     ],
-    ids=["file gone", "file cut", "package gone", "other version", "file more", "other checkout"],
+    ids=["file gone", "file cut", "package gone", "other version", "file more", "path", "finder", "origin"],
 )
 def test_a_touched_environment_is_noticed(touch: Callable[[Path], object], site: Path, tmp_path: Path) -> None:
     env = Venv(tmp_path, tmp_path)
