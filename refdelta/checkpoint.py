@@ -20,7 +20,7 @@ from typing import Final, Self
 from torch import Tensor
 
 from refdelta.container import Entry, Header, read_header, shown, strict_json
-from refdelta.files import Folder, new_bytes, open_file, read_exactly, read_into
+from refdelta.files import Folder, new_bytes, open_file, read_exactly, read_into, refusal, size_of
 from refdelta.regions import TensorInfo
 from refdelta.spec import (
     DELTA_FILE,
@@ -161,7 +161,7 @@ class Checkpoint(Mapping[str, Tensor]):
             raise DeltaError(Reason.BAD_HEADER, detail) from None
 
     def _open_all(self, folder: Folder) -> tuple[Shard, ...]:
-        files = os.listdir(folder.fd)
+        files = folder.names()
         if INDEX_FILE in files:
             return self._open_indexed(folder)
         names = sorted(name for name in files if name.endswith(".safetensors") and not name.startswith("."))
@@ -188,10 +188,8 @@ class Checkpoint(Mapping[str, Tensor]):
 def _is_directory(path: Path) -> bool:
     try:
         return stat.S_ISDIR(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        raise DeltaError(Reason.NOT_A_CHECKPOINT, f"no file or directory {path}") from None
-    except OSError as error:
-        raise DeltaError(Reason.UNREADABLE, f"{path}: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise refusal(error, Reason.NOT_A_CHECKPOINT, "file or directory", path) from None
 
 
 def _read_index(folder: Folder) -> dict[str, str]:
@@ -202,7 +200,7 @@ def _read_index(folder: Folder) -> dict[str, str]:
         return DeltaError(Reason.BAD_METADATA, f"{where}: {detail}")
 
     with folder.open(INDEX_FILE) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = size_of(file)
         if size > MAX_HEADER_BYTES:
             raise refuse(f"{size} bytes, more than {MAX_HEADER_BYTES}")
         raw = strict_json(bytes(read_exactly(file, size).numpy()), Reason.BAD_METADATA, where)
