@@ -77,7 +77,7 @@ class AnchorUpdate:
         Raises `DeltaError`: ``unknown_tensor``, ``shape_mismatch``, ``dtype_mismatch`` naming every tensor that is not
         as in the engine's own checkpoint; ``unattested``; ``alias_conflict`` where tied tensors differ.
         """
-        with Checkpoint(path) as source:
+        with target.opened(path) as source:
             check_comparable(target.layout.sources, source.infos())
             for name, why in target.refused.items():
                 raise DeltaError(Reason.UNATTESTED, why, name)

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
 from vllm.logger import init_logger
@@ -19,6 +18,7 @@ from refdelta.vllm.attest import Attestation, attest, packed_layers
 from refdelta.vllm.compat import installed_version
 from refdelta.vllm.experts import as_loaded, expert_layers, kernel, reads_live_weights
 from refdelta.vllm.ledger import Ledger
+from refdelta.vllm.loaded_files import LoadedFiles
 from refdelta.vllm.position_map import PositionMap
 from refdelta.vllm.postload import Standing, recover_permutations, verdicts
 from refdelta.vllm.ranks import RankGroup
@@ -40,7 +40,7 @@ class Proved:
     ledger: Ledger
 
 
-def prove(model: nn.Module, checkpoint_dir: Path, ranks: RankGroup) -> Proved:
+def prove(model: nn.Module, files: LoadedFiles, ranks: RankGroup) -> Proved:
     """Trace the layout, attest it against the checkpoint, combine the ranks' findings, and take the digest of it all.
 
     Raises `DeltaError` (``unsupported_engine``) where the engine reads packed copies of its weights, or rearranged its
@@ -48,7 +48,7 @@ def prove(model: nn.Module, checkpoint_dir: Path, ranks: RankGroup) -> Proved:
     """
     _refuse_packed(model)
     places = recover_permutations(model)
-    with Checkpoint(checkpoint_dir) as checkpoint:
+    with files.served() as checkpoint:
         infos = checkpoint.infos()
         with as_loaded(model):
             layout = trace_model(model, {name: (info.shape, info.dtype) for name, info in infos.items()})
@@ -59,7 +59,7 @@ def prove(model: nn.Module, checkpoint_dir: Path, ranks: RankGroup) -> Proved:
         standings = verdicts(model, layout, attestation, places, packed=())
         _log(layout, attestation, standings, refused, ranks)
         moved = {name: place for name, place in places.items() if isinstance(place, PositionMap)}
-        target = Target(layout, attestation, refused, moved, standings, model)
+        target = Target(layout, attestation, refused, moved, standings, model, files.at)
         shares = Shares.of(layout, moved, census(layout, boxes, ranks.rank, refused))
         shares = shares.with_values(shares.measured(runtime_tensors(model)))
         return Proved(target, shares, _ledger(shares, checkpoint, ranks))
