@@ -210,6 +210,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
             "digest": self.ledger.digest,
             "verified": self.ledger.verified,
             "fence": self._fence,
+            "refused": dict(self.target.refused),
             "session": self.session.number if self.session else None,
             "staged": self.session.staged if self.session else 0,
             "last_error": error and {"reason": error.reason.value, "detail": error.detail, "tensor": error.tensor},

@@ -37,17 +37,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.make("qwen3-untied", tmp_path_factory.mktemp("base")).directory
 
 
+def start(host: Host, checkpoint: str, **arguments: object) -> None:
+    """Start an engine of one rank."""
+    host.call(
+        "start", timeout=START_TIMEOUT, checkpoint=checkpoint, tp=1, backend="delta_snapshot", arguments=arguments
+    )
+
+
 def refusal(checkpoint: Path, log: Path, modules: tuple[str, ...] = (), **arguments: object) -> str:
     """The text with which an engine refuses to start."""
     with Host(environment(plugins="refdelta", modules=modules), log) as host, pytest.raises(HostError) as caught:
-        host.call(
-            "start",
-            timeout=START_TIMEOUT,
-            checkpoint=str(checkpoint),
-            tp=1,
-            backend="delta_snapshot",
-            arguments=arguments,
-        )
+        start(host, str(checkpoint), **arguments)
     return str(caught.value)
 
 
@@ -63,6 +63,25 @@ def test_an_engine_that_was_not_proven_is_refused(checkpoint: Path, tmp_path: Pa
     settings = {"inductor_compile_config": {"freezing": True}}
     text = refusal(checkpoint, tmp_path / "log", load_format="dummy", enforce_eager=False, compilation_config=settings)
     assert "refdelta[unsupported_engine]: load_format=dummy, inductor_compile_config.freezing=True:" in text
+
+
+def test_files_of_another_dtype(checkpoint: Path, tmp_path: Path) -> None:
+    """fp32 files in a bf16 engine are refused with what to do; done, the engine takes a delta."""
+    state = {name: tensor.float() for name, tensor in checkpoints.load(checkpoint).items()}
+    files = checkpoints.with_state(checkpoint, state, tmp_path / "fp32")
+    text = refusal(files, tmp_path / "refused", dtype="bfloat16")
+    assert (
+        "refdelta[unsupported_engine]: dtype=bfloat16: the engine holds bfloat16, the checkpoint's files float32,"
+        in text
+    )
+    assert "; start the engine with --dtype float32, or save the checkpoint in bfloat16" in text
+    changed = state | {"model.norm.weight": -state["model.norm.weight"]}
+    with Host(environment(plugins="refdelta"), tmp_path / "log") as host:
+        start(host, str(files), dtype="float32")
+        delta = write_delta(diff(state, changed), tmp_path / "delta")
+        assert host.call("sync", info={"target_weights_path": str(delta)}) is None
+        (status,) = host.call("rpc", method="refdelta_status")
+        assert (status["digest"], status["refused"]) == (state_digest(changed), {})
 
 
 def hub_cache(cache: Path, made: Path, files: tuple[str, ...], revision: str) -> None:
@@ -90,14 +109,7 @@ def test_a_hub_id_a_download_directory_and_a_revision(checkpoint: Path, tmp_path
     env.pop("HF_HUB_CACHE", None)
     with Host(env, tmp_path / "log") as host:
         arguments = {"download_dir": str(tmp_path / "weights"), "revision": "v2"}
-        host.call(
-            "start",
-            timeout=START_TIMEOUT,
-            checkpoint="org/tiny",
-            tp=1,
-            backend="delta_snapshot",
-            arguments=arguments,
-        )
+        start(host, "org/tiny", **arguments)
         (status,) = host.call("rpc", method="refdelta_status")
         assert status["digest"] == state_digest(other)
         delta = write_delta(diff(other, {**other, "model.norm.weight": state["model.norm.weight"]}), tmp_path / "delta")
