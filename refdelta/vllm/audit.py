@@ -58,16 +58,18 @@ class AuditExtension:
 
         try:
             with set_current_vllm_config(self.vllm_config), torch.no_grad():
-                found = compare(self.model_runner.get_model(), Path(checkpoint_dir), list(map(Path, delta_paths)))
+                found = compare(
+                    self.model_runner.get_model(), Path(checkpoint_dir), list(map(Path, delta_paths)), self._files().at
+                )
             return RankAudit(self.rank, *found).to_plain()
         except DeltaError as error:
-            return {"rank": self.rank, "error": str(explained(error, self._served, Path(checkpoint_dir)))}
+            return {"rank": self.rank, "error": str(explained(error, self._files().served, Path(checkpoint_dir)))}
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             return {"rank": self.rank, "error": str(DeltaError(Reason.RANK_FAILED, text))}
 
-    def _served(self) -> Checkpoint:
-        return LoadedFiles(self.vllm_config, self.model_runner.get_model()).served()
+    def _files(self) -> LoadedFiles:
+        return LoadedFiles(self.vllm_config, self.model_runner.get_model())
 
 
 def explained(error: DeltaError, served: Callable[[], Checkpoint], checkpoint_dir: Path) -> DeltaError:
@@ -125,10 +127,15 @@ def audit(
 Findings = tuple[dict[str, TensorAudit], dict[str, int], dict[str, int]]
 
 
-def compare(model: nn.Module, checkpoint_dir: Path, delta_paths: Sequence[Path] = ()) -> Findings:
+def compare(
+    model: nn.Module,
+    checkpoint_dir: Path,
+    delta_paths: Sequence[Path] = (),
+    opened: Callable[[Path], Checkpoint] = Checkpoint,
+) -> Findings:
     """This rank's live model against a checkpoint plus deltas: the last three fields of `RankAudit`."""
     change = _read(delta_paths)
-    with Checkpoint(checkpoint_dir) as checkpoint:
+    with opened(checkpoint_dir) as checkpoint:
         infos = checkpoint.infos()
         live = _Live.of(model, infos)
         expected = _Expected(checkpoint, live.layout, change)

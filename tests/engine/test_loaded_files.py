@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from refdelta.spec import DeltaError, Reason
 pytest.importorskip("vllm", reason="the loader is vLLM's")
 
 from refdelta.vllm import compat
+from refdelta.vllm.audit_report import AuditReport, Outcome
 from refdelta.vllm.loaded_files import LoadedFiles
 
 COMMIT = {"main": "0" * 40, "v2": "2" * 40}
@@ -255,3 +257,26 @@ def test_an_anchor_that_is_replaced_while_it_is_opened(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("refdelta.vllm.loaded_files.weight_files", then_replaced)
     assert anchored(files, path) == {"w": 3.0}
+
+
+def test_an_audit_reads_a_directory_as_the_engine_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine was started on the same directory, so nothing differs."""
+    from refdelta.vllm.audit import AuditExtension
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.full((2, 3), 5.0), requires_grad=False)
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            self.w.data.copy_(dict(weights)["w"])
+
+    both = write(tmp_path / "both", model={"w": 1.0}, consolidated={"w": 5.0})
+    (both / INDEX).write_text(json.dumps({"weight_map": {"w": "model.safetensors"}}))
+    worker: Any = AuditExtension()
+    model = Model()
+    worker.rank, worker.vllm_config = 0, asked(both).vllm_config
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    monkeypatch.setattr("vllm.config.set_current_vllm_config", lambda config: nullcontext())
+    report = AuditReport.from_plain([worker.refdelta_compare(str(both))])
+    assert list(report.named(Outcome.EQUAL)) == ["w"]
