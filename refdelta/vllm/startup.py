@@ -64,7 +64,7 @@ def prove(model: nn.Module, files: LoadedFiles, ranks: RankGroup) -> Proved:
         standings = verdicts(model, layout, attestation, places, packed=())
         _log(layout, attestation, standings, refused, ranks)
         moved = {name: place for name, place in places.items() if isinstance(place, PositionMap)}
-        target = Target(layout, attestation, refused, moved, standings, model, files.at)
+        target = Target(layout, attestation, refused, moved, standings, model, opened=files.at)
         shares = Shares.of(layout, moved, census(layout, boxes, ranks.rank, refused))
         shares = shares.with_values(shares.measured(runtime_tensors(model)))
         return Proved(target, shares, _ledger(shares, checkpoint, ranks))

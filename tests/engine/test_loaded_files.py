@@ -53,10 +53,13 @@ def hub(cache: Path, revision: str, **files: Mapping[str, float]) -> Path:
 
 
 def asked(model: str | Path, module: nn.Module | None = None, **config: Any) -> LoadedFiles:
-    """What an engine on ``model`` would ask; ``config``: of vLLM's `LoadConfig`, and the revision."""
+    """What an engine on ``model`` would ask; ``config``: of vLLM's `LoadConfig`, and of its `ModelConfig`."""
     from vllm.config.load import LoadConfig
 
-    model_config = SimpleNamespace(model=str(model), revision=config.pop("revision", None), multimodal_config=None)
+    multimodal = config.pop("multimodal", None)
+    model_config = SimpleNamespace(
+        model=str(model), revision=config.pop("revision", None), multimodal_config=multimodal
+    )
     load_config = LoadConfig(**config)
     return LoadedFiles(SimpleNamespace(model_config=model_config, load_config=load_config), module or nn.Module())
 
@@ -187,6 +190,23 @@ def test_what_the_model_says_of_its_files(tmp_path: Path) -> None:
     assert (found.reason, "weight_sources=2: Module " in found.detail) == (Reason.UNSUPPORTED_ENGINE, True)
 
 
+def test_loads_that_leave_out_or_rename_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of a multimodal model is not loaded where only its encoder is asked for."""
+    from vllm.model_executor.model_loader import DefaultModelLoader
+
+    directory = write(tmp_path / "a", model={"w": 1.0})
+    assert served(asked(directory, multimodal=SimpleNamespace(mm_encoder_only=False))) == {"w": 1.0}
+    assert refused(asked(directory, multimodal=SimpleNamespace(mm_encoder_only=True))).detail.startswith(
+        "weight_sources=1: Module renames or leaves out"
+    )
+
+    def renamed(self: Any, model_config: Any, model: nn.Module) -> Any:
+        yield from self._get_weights_iterator(DefaultModelLoader.Source(str(directory), None, prefix="head."))
+
+    monkeypatch.setattr(DefaultModelLoader, "get_all_weights", renamed)
+    assert refused(asked(directory)).detail.startswith("weight_sources=1: Module renames or leaves out")
+
+
 @pytest.mark.parametrize("method", ["_prepare_weights", "get_all_weights"])
 def test_another_vllm_is_refused_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     from vllm.model_executor.model_loader import DefaultModelLoader
@@ -224,6 +244,7 @@ def test_anchors_are_refused_as_checkpoints_are(tmp_path: Path) -> None:
     """What vLLM's loader raises of them is none of refdelta's reasons."""
     files = asked(write(tmp_path / "own", model={"w": 1.0}))
     (tmp_path / "empty").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
     cut = write(tmp_path / "cut", model={"w": 1.0})
     os.truncate(cut / "model.safetensors", 20)
     missing = write(tmp_path / "missing", model={"w": 1.0})
@@ -233,6 +254,8 @@ def test_anchors_are_refused_as_checkpoints_are(tmp_path: Path) -> None:
     for path, reason in (
         (tmp_path / "none", Reason.NOT_A_CHECKPOINT),
         (tmp_path / "empty", Reason.NOT_A_CHECKPOINT),
+        (tmp_path / ("n" * 5000), Reason.NOT_A_CHECKPOINT),
+        (tmp_path / "loop", Reason.UNREADABLE),
         (cut, Reason.BAD_HEADER),
         (missing, Reason.NOT_A_CHECKPOINT),
         (damaged, Reason.BAD_METADATA),
