@@ -23,7 +23,7 @@ from refdelta.composition import join as join
 from refdelta.container import Entry, Header, read_header, shown, strict_json
 from refdelta.digest import parse as parse_digest
 from refdelta.digest import roll_digest
-from refdelta.files import Folder, read_exactly
+from refdelta.files import Folder, read_exactly, size_of
 from refdelta.spec import (
     DELTA_FILE,
     DTYPES,
@@ -105,7 +105,7 @@ class _Metadata:
 
 def _read_metadata(folder: Folder) -> _Metadata:
     with folder.open(METADATA_FILE) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = size_of(file)
         if size > MAX_HEADER_BYTES:
             raise DeltaError(Reason.BAD_METADATA, f"{METADATA_FILE} has {size} bytes, more than {MAX_HEADER_BYTES}")
         raw = strict_json(bytes(read_exactly(file, size).numpy()), Reason.BAD_METADATA, METADATA_FILE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
@@ -20,7 +20,7 @@ from typing import Final, Self
 from torch import Tensor
 
 from refdelta.container import Entry, Header, read_header, shown, strict_json
-from refdelta.files import Folder, new_bytes, open_file, read_exactly, read_into
+from refdelta.files import Folder, new_bytes, open_file, read_exactly, read_into, refusal, size_of
 from refdelta.regions import TensorInfo
 from refdelta.spec import (
     DELTA_FILE,
@@ -76,15 +76,19 @@ class Shard:
 class Checkpoint(Mapping[str, Tensor]):
     """The tensors of a checkpoint by name, read when asked for.
 
-    path: a safetensors file, or a directory. With an index (``model.safetensors.index.json``) the directory's shards
-    are the index's and hold exactly the tensors that it says; without one, every ``*.safetensors`` file counts that is
-    not hidden. Order: files by name, tensors as their bytes lie. Use as a context manager; tensors stay valid after it
-    closes. Raises `DeltaError`: not_a_checkpoint, bad_metadata or keys_mismatch (the index), duplicate_name, and what
+    path: a safetensors file, or a directory.
+    files: names of the directory's files that are the checkpoint, whatever else lies there. By default, with an index
+    (``model.safetensors.index.json``) the directory's shards are the index's and hold exactly the tensors that it says;
+    without one, every ``*.safetensors`` file counts that is not hidden.
+
+    Order: files by name, tensors as their bytes lie. Use as a context manager; tensors stay valid after it closes.
+    Raises `DeltaError`: not_a_checkpoint, bad_metadata or keys_mismatch (the index), duplicate_name, and what
     `read_header` raises.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], files: Sequence[str] | None = None) -> None:
         self.path = Path(path)
+        self._files = files
         self.is_file = not _is_directory(self.path)
         self._stack = ExitStack()
         try:
@@ -161,10 +165,12 @@ class Checkpoint(Mapping[str, Tensor]):
             raise DeltaError(Reason.BAD_HEADER, detail) from None
 
     def _open_all(self, folder: Folder) -> tuple[Shard, ...]:
-        files = os.listdir(folder.fd)
-        if INDEX_FILE in files:
-            return self._open_indexed(folder)
-        names = sorted(name for name in files if name.endswith(".safetensors") and not name.startswith("."))
+        names = self._files
+        if names is None:
+            files = folder.names()
+            if INDEX_FILE in files:
+                return self._open_indexed(folder)
+            names = sorted(name for name in files if name.endswith(".safetensors") and not name.startswith("."))
         if not names or DELTA_FILE in names:
             found = f"no safetensors files in {self.path}" if not names else f"{self.path} is a delta"
             raise DeltaError(Reason.NOT_A_CHECKPOINT, found)
@@ -188,10 +194,8 @@ class Checkpoint(Mapping[str, Tensor]):
 def _is_directory(path: Path) -> bool:
     try:
         return stat.S_ISDIR(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        raise DeltaError(Reason.NOT_A_CHECKPOINT, f"no file or directory {path}") from None
-    except OSError as error:
-        raise DeltaError(Reason.UNREADABLE, f"{path}: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise refusal(error, Reason.NOT_A_CHECKPOINT, "file or directory", path) from None
 
 
 def _read_index(folder: Folder) -> dict[str, str]:
@@ -202,7 +206,7 @@ def _read_index(folder: Folder) -> dict[str, str]:
         return DeltaError(Reason.BAD_METADATA, f"{where}: {detail}")
 
     with folder.open(INDEX_FILE) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = size_of(file)
         if size > MAX_HEADER_BYTES:
             raise refuse(f"{size} bytes, more than {MAX_HEADER_BYTES}")
         raw = strict_json(bytes(read_exactly(file, size).numpy()), Reason.BAD_METADATA, where)

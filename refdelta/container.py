@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from typing import NoReturn
 
-from refdelta.files import read_exactly
+from refdelta.files import read_exactly, size_of
 from refdelta.spec import DTYPES, MAX_HEADER_BYTES, DeltaError, Reason, count_elements, is_int
 
 __all__ = ["Entry", "Header", "read_header", "shown", "strict_json"]
@@ -82,7 +81,7 @@ def read_header(file: FileIO) -> Header:
 
     Raises `DeltaError` (bad_header, bad_shape, unsupported_dtype, unreadable) unless it describes the file exactly.
     """
-    size = os.fstat(file.fileno()).st_size
+    size = size_of(file)
     if size < 8:
         raise DeltaError(Reason.BAD_HEADER, f"{size} bytes are too few for a safetensors file")
     prefix = bytes(read_exactly(file, 8).numpy())

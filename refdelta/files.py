@@ -34,12 +34,15 @@ __all__ = [
     "LEFTOVER_AGE_S",
     "Folder",
     "check_target",
+    "exists",
     "new_bytes",
     "new_directory",
     "new_file",
     "open_file",
     "read_exactly",
     "read_into",
+    "refusal",
+    "size_of",
     "write_file",
     "write_hashed",
 ]
@@ -54,7 +57,40 @@ _RENAME_EXCHANGE: Final = 2
 _WITHOUT_FLAGS: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
+_NOTHING_THERE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+_LONG: Final = 1000
+"""Characters of a path from which on a message does not repeat it."""
+
+
 # Reading
+
+
+def refusal(error: OSError | ValueError, missing: Reason, kind: str, where: object) -> DeltaError:
+    """What an error of the file system means to who reads: the one place where an errno becomes a reason.
+
+    ``missing`` where no ``kind`` (file, directory) is at ``where``, or none can be: a name that is too long, or that no
+    file can have (which Python says by a ValueError). Else unreadable, with the system's words.
+    """
+    place = str(where)
+    if len(place) > _LONG:
+        place = f"{place[:60]}... ({len(place)} characters)"
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return DeltaError(missing, f"no {kind} {place}")
+    says = (isinstance(error, OSError) and error.strerror) or str(error)
+    if isinstance(error, OSError) and error.errno not in _NOTHING_THERE:
+        return DeltaError(Reason.UNREADABLE, f"{place}: {says}")
+    return DeltaError(missing, f"no {kind} {place}: {says}")
+
+
+def exists(path: Path) -> bool:
+    """Whether there is something at ``path``. Raises `DeltaError` (unreadable) where the system does not say."""
+    try:
+        os.stat(path)
+    except (OSError, ValueError) as error:
+        if (found := refusal(error, Reason.NOT_A_DELTA, "file", path)).reason is Reason.UNREADABLE:
+            raise found from None
+        return False
+    return True
 
 
 class Folder:
@@ -70,27 +106,38 @@ class Folder:
     def __enter__(self) -> Folder:
         try:
             self.fd = os.open(self.path, _DIRECTORY)
-        except (FileNotFoundError, NotADirectoryError, ValueError) as error:
-            is_file = isinstance(error, NotADirectoryError) and self.path.exists()
-            detail = f"{self.path} is a file; a directory is expected" if is_file else f"no directory {self.path}"
-            raise DeltaError(self.missing, detail) from None
+        except (OSError, ValueError) as error:
+            if isinstance(error, NotADirectoryError) and exists(self.path):
+                raise DeltaError(self.missing, f"{self.path} is a file; a directory is expected") from None
+            raise refusal(error, self.missing, "directory", self.path) from None
+        try:
+            self._opened = os.fstat(self.fd)
         except OSError as error:
-            raise DeltaError(Reason.UNREADABLE, f"{self.path}: {error.strerror}") from None
+            self.__exit__()
+            raise refusal(error, self.missing, "directory", self.path) from None
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
+        with suppress(OSError):  # what was read was read
+            os.close(self.fd)
+
+    def names(self) -> list[str]:
+        """What the directory holds."""
+        try:
+            return os.listdir(self.fd)
+        except OSError as error:
+            raise refusal(error, self.missing, "directory", self.path) from None
 
     def open(self, name: str) -> FileIO:
         """The regular file ``name``, a path relative to the directory; does not wait at a FIFO."""
         return open_file(self.path / name, self.missing, name, self.fd)
 
     def is_current(self) -> bool:
-        """Whether the path still leads to the directory that is held open."""
+        """Whether the path still leads to the directory that is held open, or what it leads to cannot be told."""
         try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self.fd))
-        except OSError:
-            return False
+            return os.path.samestat(os.stat(self.path), self._opened)
+        except OSError as error:
+            return error.errno not in _NOTHING_THERE
 
 
 def open_file(path: Path, missing: Reason, name: str | None = None, dir_fd: int | None = None) -> FileIO:
@@ -99,14 +146,34 @@ def open_file(path: Path, missing: Reason, name: str | None = None, dir_fd: int 
     shown = f"{path.name} in {path.parent}"
     try:
         fd = os.open(path if name is None else name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        raise DeltaError(missing, f"no file {shown}") from None
+    except (OSError, ValueError) as error:
+        raise refusal(error, missing, "file", shown) from None
+    try:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return _File(fd, "rb")
+        found = DeltaError(Reason.UNREADABLE, f"{shown} is not a regular file")
     except OSError as error:
-        raise DeltaError(Reason.UNREADABLE, f"{shown}: {error.strerror}") from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        found = refusal(error, missing, "file", shown)
+    with suppress(OSError):
         os.close(fd)
-        raise DeltaError(Reason.UNREADABLE, f"{shown} is not a regular file")
-    return FileIO(fd, "rb")
+    raise found
+
+
+class _File(FileIO):
+    """A file of which a close that fails (some file systems of FUSE) does not undo what was read."""
+
+    def close(self) -> None:
+        """Close it."""
+        with suppress(OSError):
+            super().close()
+
+
+def size_of(file: FileIO) -> int:
+    """Bytes of an open file."""
+    try:
+        return os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise refusal(error, Reason.UNREADABLE, "file", "its size is not known") from None
 
 
 def read_exactly(file: FileIO, size: int) -> Tensor:
@@ -131,7 +198,7 @@ def read_into(view: memoryview, read: Callable[[memoryview], int | None]) -> Non
         try:
             got = read(view[at:])
         except OSError as error:
-            raise DeltaError(Reason.UNREADABLE, f"read failed: {error.strerror}") from None
+            raise refusal(error, Reason.UNREADABLE, "file", "read failed") from None
         if not got:
             raise DeltaError(Reason.UNREADABLE, f"the file ends {len(view) - at} bytes early")
         at += got

@@ -34,8 +34,9 @@ class ModelFiles:
         whose files hold two different tensors is read as untied, as engines do. Raises `DeltaError` (``unreadable``).
         """
         path = Path(path)
-        file = path / CONFIG_FILE if path.is_dir() else path
+        file = path
         try:
+            file = path / CONFIG_FILE if path.is_dir() else path
             config = json.loads(file.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise DeltaError(Reason.UNREADABLE, f"{file}: not a model config ({error})") from error

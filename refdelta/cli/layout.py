@@ -92,10 +92,11 @@ def _ranks(tp: int, rank: int | None) -> tuple[int, ...]:
 
 def _local(model: str) -> Path:
     """The path itself, else a hub id's config: from the local cache, and from the hub where that is not offline."""
+    from refdelta.files import exists
     from refdelta.spec import DeltaError, Reason
 
     path = Path(model)
-    if path.exists():
+    if exists(path):
         return path
     missing = f"{model}: no such file or directory"
     if not _HUB_ID.fullmatch(model) or importlib.util.find_spec("huggingface_hub") is None:

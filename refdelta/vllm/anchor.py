@@ -20,6 +20,7 @@ from torch import Tensor
 from refdelta import bits, digest
 from refdelta.checkpoint import Checkpoint
 from refdelta.encode import check_comparable
+from refdelta.files import exists
 from refdelta.layout_map import Region
 from refdelta.spec import DELTA_FILE, METADATA_FILE, DeltaError, Reason
 from refdelta.vllm.ledger import Ledger
@@ -41,8 +42,11 @@ class Stated:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is to be read as a checkpoint: a file, or a directory without the files of a delta."""
-    return not (path / METADATA_FILE).exists() and not (path / DELTA_FILE).exists() and path.exists()
+    """Whether ``path`` is to be read as a checkpoint: a file, or a directory without the files of a delta.
+
+    Raises `DeltaError` (``unreadable``) where the file system does not say what is there.
+    """
+    return exists(path) and not exists(path / METADATA_FILE) and not exists(path / DELTA_FILE)
 
 
 @dataclass
@@ -73,7 +77,7 @@ class AnchorUpdate:
         Raises `DeltaError`: ``unknown_tensor``, ``shape_mismatch``, ``dtype_mismatch`` naming every tensor that is not
         as in the engine's own checkpoint; ``unattested``; ``alias_conflict`` where tied tensors differ.
         """
-        with Checkpoint(path) as source:
+        with target.opened(path) as source:
             check_comparable(target.layout.sources, source.infos())
             for name, why in target.refused.items():
                 raise DeltaError(Reason.UNATTESTED, why, name)

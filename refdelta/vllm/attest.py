@@ -18,7 +18,7 @@ from refdelta import bits
 from refdelta.layout_map import LayoutMap, Region
 from refdelta.vllm.position_map import PositionMap, positions
 
-__all__ = ["Attestation", "attest", "held_box", "packed_layers"]
+__all__ = ["Attestation", "attest", "held_box", "packed_layers", "said", "unlike"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,10 @@ def attest(
     report = layout.check()
     failed = {name: f"{count} elements are covered by no checkpoint tensor" for name, count in report.uncovered.items()}
     failed |= {name: f"written by both {a} and {b}" for name, a, b in report.overlapping}
-    failed |= {param: f"{source} has another dtype" for source, param in report.dtype_differs}
+    failed |= {
+        param: f"{unlike(layout.sources[source].dtype, layout.params[param].dtype)} ({source})"
+        for source, param in report.dtype_differs
+    }
     failed |= {param: f"{source} leaves the parameter" for source, param in report.out_of_bounds}
     failed |= {param: place for param, place in (places or {}).items() if isinstance(place, str)}
     failed |= {param: fault for param, place in moved.items() if (fault := place.fault(live[param]))}
@@ -80,6 +83,17 @@ def attest(
         unproven=tuple(sorted(_unproven(look_alikes))),
         addresses={name: tensor.data_ptr() for name, tensor in proved.items()},
     )
+
+
+def unlike(files: torch.dtype, engine: torch.dtype) -> str:
+    """Of a parameter into which the checkpoint's values were converted: why it cannot be patched."""
+    both = f"the engine holds {said(engine)}, the checkpoint's files {said(files)}"
+    return f"{both}, so no element can be patched bit for bit"
+
+
+def said(dtype: torch.dtype) -> str:
+    """As vLLM's ``--dtype`` says it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def packed_layers(model: nn.Module) -> list[str]:

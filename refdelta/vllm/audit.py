@@ -29,6 +29,7 @@ from refdelta.vllm.attest import held_box, packed_layers
 from refdelta.vllm.audit_report import METHOD, AuditReport, Difference, Outcome, RankAudit, TensorAudit
 from refdelta.vllm.experts import PROVEN_KERNELS, as_loaded, expert_layers, kernel, reads_live_weights
 from refdelta.vllm.linears import linears_as_loaded
+from refdelta.vllm.loaded_files import LoadedFiles
 from refdelta.vllm.position_map import PositionMap
 from refdelta.vllm.postload import recover_permutations
 from refdelta.vllm.trace import runtime_tensors, trace_model
@@ -57,29 +58,29 @@ class AuditExtension:
 
         try:
             with set_current_vllm_config(self.vllm_config), torch.no_grad():
-                found = compare(self.model_runner.get_model(), Path(checkpoint_dir), list(map(Path, delta_paths)))
+                found = compare(
+                    self.model_runner.get_model(), Path(checkpoint_dir), list(map(Path, delta_paths)), self._files().at
+                )
             return RankAudit(self.rank, *found).to_plain()
         except DeltaError as error:
-            return {"rank": self.rank, "error": str(explained(error, self._served, Path(checkpoint_dir)))}
+            return {"rank": self.rank, "error": str(explained(error, self._files().served, Path(checkpoint_dir)))}
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             return {"rank": self.rank, "error": str(DeltaError(Reason.RANK_FAILED, text))}
 
-    def _served(self) -> Path:
-        from refdelta.vllm.compat import checkpoint_directory
-
-        return checkpoint_directory(self.vllm_config.model_config)
+    def _files(self) -> LoadedFiles:
+        return LoadedFiles(self.vllm_config, self.model_runner.get_model())
 
 
-def explained(error: DeltaError, served: Callable[[], Path], checkpoint_dir: Path) -> DeltaError:
+def explained(error: DeltaError, served: Callable[[], Checkpoint], checkpoint_dir: Path) -> DeltaError:
     """The error of a layout that cannot be traced, where the engine's own checkpoint tells that it is another model's.
 
-    served: finds the directory of that checkpoint; where it cannot be read, nothing is known but the possibility.
+    served: opens that checkpoint; where it cannot be found and read, nothing is known but the possibility.
     """
     if error.reason is not Reason.UNSUPPORTED_ENGINE:
         return error
     try:
-        with Checkpoint(served()) as own, Checkpoint(checkpoint_dir) as given:
+        with served() as own, Checkpoint(checkpoint_dir) as given:
             has, asked, path = own.infos(), given.infos(), own.path
     except Exception:  # a hub id that is not in the cache, ...
         return DeltaError(error.reason, f"{error.detail}; is it another model than {checkpoint_dir}?")
@@ -126,10 +127,15 @@ def audit(
 Findings = tuple[dict[str, TensorAudit], dict[str, int], dict[str, int]]
 
 
-def compare(model: nn.Module, checkpoint_dir: Path, delta_paths: Sequence[Path] = ()) -> Findings:
+def compare(
+    model: nn.Module,
+    checkpoint_dir: Path,
+    delta_paths: Sequence[Path] = (),
+    opened: Callable[[Path], Checkpoint] = Checkpoint,
+) -> Findings:
     """This rank's live model against a checkpoint plus deltas: the last three fields of `RankAudit`."""
     change = _read(delta_paths)
-    with Checkpoint(checkpoint_dir) as checkpoint:
+    with opened(checkpoint_dir) as checkpoint:
         infos = checkpoint.infos()
         live = _Live.of(model, infos)
         expected = _Expected(checkpoint, live.layout, change)

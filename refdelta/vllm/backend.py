@@ -29,6 +29,7 @@ from refdelta.vllm import compat
 from refdelta.vllm.allowlist import check_engine
 from refdelta.vllm.anchor import AnchorUpdate, Stated, is_checkpoint
 from refdelta.vllm.ledger import Ledger
+from refdelta.vllm.loaded_files import LoadedFiles
 from refdelta.vllm.options import options_of
 from refdelta.vllm.ranks import Agreed, RankGroup, StepFailed, Told
 from refdelta.vllm.session import Session
@@ -96,7 +97,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         self.options = options_of(vllm_config.additional_config)
         compat.wrap_worker()
         self.ranks = RankGroup.world()
-        proved = prove(model, compat.checkpoint_directory(self.model_config), self.ranks)
+        proved = prove(model, LoadedFiles(vllm_config, model), self.ranks)
         self.target, self.shares, self.ledger = proved.target, proved.shares, proved.ledger
         self.session: Session | None = None
         self._sessions = 0
@@ -209,6 +210,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
             "digest": self.ledger.digest,
             "verified": self.ledger.verified,
             "fence": self._fence,
+            "refused": dict(self.target.refused),
             "session": self.session.number if self.session else None,
             "staged": self.session.staged if self.session else 0,
             "last_error": error and {"reason": error.reason.value, "detail": error.detail, "tensor": error.tensor},

@@ -12,7 +12,18 @@ from refdelta.vllm.engine_calls import unexpected
 __all__ = ["Audit", "LastUpdate", "Status", "read_audit", "read_status"]
 
 _TEXTS: Final = ("run_id", "digest", "fence")
-_AGREED: Final = ("refdelta", "vllm", "run_id", "version", "digest", "verified", "fence", "session", "staged")
+_AGREED: Final = (
+    "refdelta",
+    "vllm",
+    "run_id",
+    "version",
+    "digest",
+    "verified",
+    "fence",
+    "refused",
+    "session",
+    "staged",
+)
 """What every rank must say alike."""
 
 
@@ -46,6 +57,8 @@ class Status:
     """False where an update came without a digest that could be checked."""
     fence: str | None
     """Why it takes nothing but an anchor."""
+    refused: Mapping[str, str]
+    """Checkpoint tensor -> why no update may change it."""
     session: int | None
     """The open update session."""
     staged: int
@@ -121,6 +134,7 @@ def _checked(answer: Any, rank: int) -> dict[str, Any]:
     if not _is_rank(answer, rank) or any(key not in answer for key in keys):
         raise unexpected("refdelta_status", f"rank {rank} answered {answer}")
     texts = all(isinstance(answer[key], str | None) for key in _TEXTS)
+    texts = texts and isinstance(answer["refused"], dict)
     if not texts or not isinstance(answer["version"], int | None) or not isinstance(answer["verified"], bool):
         raise unexpected("refdelta_status", f"rank {rank} answered {answer}")
     found: dict[str, Any] = answer

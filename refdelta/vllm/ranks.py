@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from refdelta.files import refusal
 from refdelta.spec import DeltaError, Reason
 
 __all__ = ["Agreed", "RankGroup", "StepFailed", "Told"]
@@ -86,6 +87,8 @@ class RankGroup:
 
 
 def _described(error: Exception) -> list[str | None]:
+    if isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError):
+        error = refusal(error, Reason.UNREADABLE, "file", error.filename or "the file system")
     if isinstance(error, DeltaError):
         return [error.reason.value, error.detail, error.tensor]
     return [Reason.RANK_FAILED.value, f"{type(error).__name__}: {error}", None]

@@ -6,8 +6,8 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+import torch
 from torch import nn
 from vllm.logger import init_logger
 
@@ -15,18 +15,22 @@ from refdelta import digest
 from refdelta.checkpoint import Checkpoint
 from refdelta.layout_map import LayoutMap
 from refdelta.spec import DeltaError, Reason
-from refdelta.vllm.attest import Attestation, attest, packed_layers
+from refdelta.vllm.attest import Attestation, attest, packed_layers, said, unlike
 from refdelta.vllm.compat import installed_version
 from refdelta.vllm.experts import as_loaded, expert_layers, kernel, reads_live_weights
 from refdelta.vllm.ledger import Ledger
+from refdelta.vllm.loaded_files import LoadedFiles
 from refdelta.vllm.position_map import PositionMap
 from refdelta.vllm.postload import Standing, recover_permutations, verdicts
 from refdelta.vllm.ranks import RankGroup
-from refdelta.vllm.shares import Boxes, Shares, boxes_by_source, census, header_sum, held_nowhere
+from refdelta.vllm.shares import Boxes, Shares, boxes_by_source, census, counted_regions, header_sum, held_nowhere
 from refdelta.vllm.target import Target
 from refdelta.vllm.trace import runtime_tensors, trace_model
 
 __all__ = ["Proved", "prove"]
+
+_ENGINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Values of vLLM's ``--dtype``."""
 
 logger = init_logger("vllm.refdelta")  # under vLLM's logger, so that its handlers show it
 
@@ -40,26 +44,27 @@ class Proved:
     ledger: Ledger
 
 
-def prove(model: nn.Module, checkpoint_dir: Path, ranks: RankGroup) -> Proved:
+def prove(model: nn.Module, files: LoadedFiles, ranks: RankGroup) -> Proved:
     """Trace the layout, attest it against the checkpoint, combine the ranks' findings, and take the digest of it all.
 
-    Raises `DeltaError` (``unsupported_engine``) where the engine reads packed copies of its weights, or rearranged its
-    experts in a way that could not be recovered.
+    Raises `DeltaError` (``unsupported_engine``) where the engine reads packed copies of its weights, rearranged its
+    experts in a way that could not be recovered, or could take no delta at all; what `LoadedFiles.served` raises.
     """
     _refuse_packed(model)
     places = recover_permutations(model)
-    with Checkpoint(checkpoint_dir) as checkpoint:
+    with files.served() as checkpoint:
         infos = checkpoint.infos()
         with as_loaded(model):
             layout = trace_model(model, {name: (info.shape, info.dtype) for name, info in infos.items()})
         attestation = attest(runtime_tensors(model), layout, checkpoint, places)
-        _refuse_experts(attestation, places, ranks)
         boxes = [json.loads(text) for text in ranks.gather(json.dumps(boxes_by_source(layout)))]
         refused = _refused_anywhere(layout, attestation, boxes, ranks)
+        _refuse_useless(layout, refused, boxes)
+        _refuse_experts(attestation, places, ranks)
         standings = verdicts(model, layout, attestation, places, packed=())
         _log(layout, attestation, standings, refused, ranks)
         moved = {name: place for name, place in places.items() if isinstance(place, PositionMap)}
-        target = Target(layout, attestation, refused, moved, standings, model)
+        target = Target(layout, attestation, refused, moved, standings, model, opened=files.at)
         shares = Shares.of(layout, moved, census(layout, boxes, ranks.rank, refused))
         shares = shares.with_values(shares.measured(runtime_tensors(model)))
         return Proved(target, shares, _ledger(shares, checkpoint, ranks))
@@ -116,7 +121,29 @@ def _refused_anywhere(
     refused: dict[str, str] = {}
     for rank, other in enumerate(json.loads(text) for text in ranks.gather(json.dumps(mine))):
         refused |= {name: f"rank {rank}: {why}" for name, why in other.items()}
-    return refused | held_nowhere(layout.sources, boxes)
+    refused |= held_nowhere(layout.sources, boxes)
+    tied = {alias: name for alias, name in layout.aliases.items() if alias in layout.sources}
+    return refused | {alias: refused[name] for alias, name in tied.items() if name in refused}
+
+
+def _refuse_useless(layout: LayoutMap, refused: Mapping[str, str], boxes: Sequence[Boxes]) -> None:
+    """An engine that could take no delta at all is told so when it starts, not with every delta."""
+    held = {name for other in boxes for name in other}
+    if held <= refused.keys():
+        raise DeltaError(Reason.UNSUPPORTED_ENGINE, _useless(layout, refused, held))
+
+
+def _useless(layout: LayoutMap, refused: Mapping[str, str], held: Collection[str]) -> str:
+    dtypes = {r.source: (layout.sources[r.source].dtype, layout.params[r.param].dtype) for r in counted_regions(layout)}
+    others = sorted(name for name, (files, engine) in dtypes.items() if files != engine)
+    if not others:
+        first = next((f"{name}: {refused[name]}" for name in sorted(held)), "none reaches a parameter")
+        return f"updatable_tensors=0 of {len(held)}: {first}"
+    files, engine = dtypes[others[0]]
+    rest = f" and {len(others) - 1} more tensors" if len(others) > 1 else ""
+    start = f"start the engine with --dtype {said(files)}, or " if files in _ENGINE_DTYPES else ""
+    why = f"{unlike(files, engine)} ({others[0]}{rest})"
+    return f"dtype={said(engine)}: {why}; {start}save the checkpoint in {said(engine)}"
 
 
 def _log(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from refdelta.checkpoint import Checkpoint
 from refdelta.layout_map import LayoutMap, Region
 from refdelta.spec import Delta, DeltaError, Reason, TensorPatch
 from refdelta.vllm.attest import Attestation
@@ -46,6 +48,8 @@ class Target:
     """Runtime name, or dropped checkpoint tensor -> what became of it after loading."""
     model: nn.Module = field(default_factory=nn.Module)
     """The live model, for the modes that write through its loader."""
+    opened: Callable[[Path], Checkpoint] = Checkpoint
+    """Opens an anchor."""
 
     def validate(self, delta: Delta, *, whole: bool = True) -> None:
         """Raise `DeltaError` unless every patch has a proven place; of a whole delta tied names must agree too."""

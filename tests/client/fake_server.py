@@ -134,6 +134,7 @@ class FakeServer:
             "digest": f"rd1:{len(self.weights):016x}",
             "verified": True,
             "fence": self.fence,
+            "refused": {},
             "session": self.sessions if self.staged is not None else None,
             "staged": len(self.staged or ()),
             "last_error": None,

@@ -320,7 +320,14 @@ def test_every_call_has_its_time_limit(server: FakeServer) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("digest", "rd1:00000000000000ff"), ("version", 5), ("session", 3), ("fence", "x"), ("vllm", "0")],
+    [
+        ("digest", "rd1:00000000000000ff"),
+        ("version", 5),
+        ("session", 3),
+        ("fence", "x"),
+        ("refused", {"w": "x"}),
+        ("vllm", "0"),
+    ],
 )
 def test_ranks_that_disagree(server: FakeServer, field: str, value: object) -> None:
     results = [server.status_of(0), server.status_of(1) | {field: value}]

@@ -441,14 +441,14 @@ def test_another_model_is_called_one(base: tuple[State, Path], tmp_path: Path) -
         with pytest.raises(DeltaError) as caught:
             compare(toy, other) if kind == "shape" else refuse()
         assert caught.value.reason is Reason.UNSUPPORTED_ENGINE
-        found = explained(caught.value, lambda: checkpoint, other)
+        found = explained(caught.value, lambda: Checkpoint(checkpoint), other)
         name = "extra" if kind == "name" else "norm"
         says = f"the engine runs another model, {checkpoint}, than {other}: it has {here}, the checkpoint {there}"
         assert (found.reason, found.detail, found.tensor) == (reason, says, name)
-        unknown = explained(caught.value, lambda: tmp_path / "not cached", other)
+        unknown = explained(caught.value, lambda: Checkpoint(tmp_path / "not cached"), other)
         assert unknown.reason is Reason.UNSUPPORTED_ENGINE
         assert unknown.detail == f"{caught.value.detail}; is it another model than {other}?"
-        assert explained(caught.value, lambda other=other: other, other) is caught.value  # type: ignore[misc]
+        assert explained(caught.value, lambda other=other: Checkpoint(other), other) is caught.value  # type: ignore[misc]
 
 
 def refuse() -> None:
@@ -457,7 +457,7 @@ def refuse() -> None:
 
 def test_other_errors_are_not_explained(tmp_path: Path) -> None:
     error = DeltaError(Reason.BASE_MISMATCH, "another base")
-    assert explained(error, lambda: tmp_path, tmp_path / "x") is error
+    assert explained(error, lambda: Checkpoint(tmp_path), tmp_path / "x") is error
 
 
 def test_an_llm_without_the_extension() -> None:

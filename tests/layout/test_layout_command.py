@@ -58,6 +58,7 @@ def test_one_rank_prints_its_boxes(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "reason"),
     [
         (["/nonexistent/config.json"], "unreadable"),
+        (["/" + "n" * 5000], "unreadable"),
         ([str(QWEN), "--tp", "2", "--rank", "2"], "bad_option"),
         ([str(QWEN), "--tp", "3"], "unsupported_engine"),
         ([str(QWEN), "--tp", "0"], "bad_option"),

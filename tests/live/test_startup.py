@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -12,6 +14,8 @@ import pytest
 
 from conformance import checkpoints
 from conformance.live.runner import START_TIMEOUT, Host, HostError, environment
+from refdelta import diff, write_delta
+from refdelta.digest import state_digest
 from refdelta.spec import DeltaError
 from refdelta.vllm.options import options_of
 
@@ -33,17 +37,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.make("qwen3-untied", tmp_path_factory.mktemp("base")).directory
 
 
+def start(host: Host, checkpoint: str, **arguments: object) -> None:
+    """Start an engine of one rank."""
+    host.call(
+        "start", timeout=START_TIMEOUT, checkpoint=checkpoint, tp=1, backend="delta_snapshot", arguments=arguments
+    )
+
+
 def refusal(checkpoint: Path, log: Path, modules: tuple[str, ...] = (), **arguments: object) -> str:
     """The text with which an engine refuses to start."""
     with Host(environment(plugins="refdelta", modules=modules), log) as host, pytest.raises(HostError) as caught:
-        host.call(
-            "start",
-            timeout=START_TIMEOUT,
-            checkpoint=str(checkpoint),
-            tp=1,
-            backend="delta_snapshot",
-            arguments=arguments,
-        )
+        start(host, str(checkpoint), **arguments)
     return str(caught.value)
 
 
@@ -59,6 +63,57 @@ def test_an_engine_that_was_not_proven_is_refused(checkpoint: Path, tmp_path: Pa
     settings = {"inductor_compile_config": {"freezing": True}}
     text = refusal(checkpoint, tmp_path / "log", load_format="dummy", enforce_eager=False, compilation_config=settings)
     assert "refdelta[unsupported_engine]: load_format=dummy, inductor_compile_config.freezing=True:" in text
+
+
+def test_files_of_another_dtype(checkpoint: Path, tmp_path: Path) -> None:
+    """fp32 files in a bf16 engine are refused with what to do; done, the engine takes a delta."""
+    state = {name: tensor.float() for name, tensor in checkpoints.load(checkpoint).items()}
+    files = checkpoints.with_state(checkpoint, state, tmp_path / "fp32")
+    text = refusal(files, tmp_path / "refused", dtype="bfloat16")
+    assert (
+        "refdelta[unsupported_engine]: dtype=bfloat16: the engine holds bfloat16, the checkpoint's files float32,"
+        in text
+    )
+    assert "; start the engine with --dtype float32, or save the checkpoint in bfloat16" in text
+    changed = state | {"model.norm.weight": -state["model.norm.weight"]}
+    with Host(environment(plugins="refdelta"), tmp_path / "log") as host:
+        start(host, str(files), dtype="float32")
+        delta = write_delta(diff(state, changed), tmp_path / "delta")
+        assert host.call("sync", info={"target_weights_path": str(delta)}) is None
+        (status,) = host.call("rpc", method="refdelta_status")
+        assert (status["digest"], status["refused"]) == (state_digest(changed), {})
+
+
+def hub_cache(cache: Path, made: Path, files: tuple[str, ...], revision: str) -> None:
+    """A snapshot of ``files`` as the hub's client keeps it."""
+    commit = hashlib.sha1(revision.encode()).hexdigest()
+    snapshot = cache / "models--org--tiny" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (ref := cache / "models--org--tiny" / "refs" / revision).parent.mkdir(exist_ok=True)
+    ref.write_text(commit)
+    for name in files:
+        shutil.copy(made / name, snapshot / name)
+
+
+def test_a_hub_id_a_download_directory_and_a_revision(checkpoint: Path, tmp_path: Path) -> None:
+    """vLLM keeps configs in the default cache, weights in ``--download-dir``; another revision lies there, too."""
+    state = checkpoints.load(checkpoint)
+    other = {name: -tensor for name, tensor in state.items()}
+    made = checkpoints.with_state(checkpoint, other, tmp_path / "other")
+    for revision in ("main", "v2"):
+        hub_cache(tmp_path / "home" / "hub", checkpoint, ("config.json",), revision)
+    hub_cache(tmp_path / "weights", checkpoint, ("model.safetensors",), "main")
+    hub_cache(tmp_path / "weights", made, ("model.safetensors",), "v2")
+    online = {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
+    env = environment(plugins="refdelta", modules=("tests.live.no_hub",)) | online
+    env.pop("HF_HUB_CACHE", None)
+    with Host(env, tmp_path / "log") as host:
+        arguments = {"download_dir": str(tmp_path / "weights"), "revision": "v2"}
+        start(host, "org/tiny", **arguments)
+        (status,) = host.call("rpc", method="refdelta_status")
+        assert status["digest"] == state_digest(other)
+        delta = write_delta(diff(other, {**other, "model.norm.weight": state["model.norm.weight"]}), tmp_path / "delta")
+        assert host.call("sync", info={"target_weights_path": str(delta)}) is None
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,6 +216,15 @@ def test_an_anchor_that_does_not_fit_is_refused(engine: Engine) -> None:
         assert found is not None
         assert "refdelta[bad_option]" in found
     engine.is_current()
+
+
+def test_what_the_file_system_refuses(engine: Engine) -> None:
+    """With the reason of what it is: a path that nothing can have, links in a circle."""
+    engine.refuses(Path("/" + "n" * 5000), "not_a_delta", "rank 0: no directory", "File name too long")
+    loop = engine.path("loop")
+    loop.symlink_to(loop.name)
+    engine.refuses(loop, "unreadable", "Too many levels of symbolic links")
+    engine.accepts(engine.next("after what cannot be read"))
 
 
 def test_an_anchor_that_fails_in_the_middle_is_undone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
