@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import glob
 import hashlib
 import os
@@ -32,6 +31,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from refdelta.posix import fcntl
 from refdelta.spec import DeltaError, Reason
 
 __all__ = [
