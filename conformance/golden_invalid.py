@@ -293,6 +293,10 @@ def _counts(made: Corpus) -> None:
     metadata("changed_true", "true is no number", "bad_metadata", changed_elements=True)
     metadata("density_of_four_decimals", "three decimals", "count_mismatch", density_pct=12.0001)
     metadata("density_one_thousandth_off", "the last decimal counts", "count_mismatch", density_pct=12.001)
+    tie = "9 of 2,880 are 0.3125 %: 0.312 and 0.313 are both right"
+    metadata("density_below_both_neighbours", tie, "count_mismatch", total_elements=2880, density_pct=0.311)
+    metadata("density_above_both_neighbours", tie, "count_mismatch", total_elements=2880, density_pct=0.314)
+    metadata("density_half_way_itself", tie, "count_mismatch", total_elements=2880, density_pct=0.3125)
     metadata("density_a_fraction", "percent, not a share", "count_mismatch", density_pct=0.12)
 
 

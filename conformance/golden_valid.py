@@ -210,6 +210,11 @@ def _density(made: Corpus) -> None:
         _pair(made, f"density/{name}", why, base, target, data_bytes=6 * count)
     target = {"w": flipped(base["w"], range(15))}
     _loose(made, "density/as_an_integer", "50 and 50.0 are one number", base, target, put({"density_pct": 50}))
+    base = {"w": tensor("BF16", (4, 16))}
+    target = {"w": flipped(base["w"], [17])}
+    for name, density in {"half_way_down": 1.562, "half_way_up": 1.563}.items():
+        why = f"1 of 64 is 1.5625 %: {density} is one of two right densities"
+        _loose(made, f"density/{name}", why, base, target, put({"density_pct": density}), canonical=True)
 
 
 def _alignment(made: Corpus) -> None:

@@ -51,6 +51,7 @@ class Refused(Exception):
 
     def __init__(self, text: str) -> None:
         super().__init__(text or "refused without a word on standard error")
+        self.said = bool(text)
         found = _REASON.search(text)
         self.reason = found.group(1) if found else None
 
@@ -138,6 +139,8 @@ class Program:
         except Refused as error:
             for argument in arguments:
                 argument.check_refused(label, error)
+            if not error.said:
+                raise EngineFailed(f"{label} refused (exit 3) without a reason on standard error.") from None
             raise
         for argument in arguments:
             argument.check_done(label)

@@ -12,6 +12,7 @@ from conformance import checkpoints, oracle
 from conformance.checkpoints import State
 from conformance.live import changes
 from conformance.live.backends import backend_of
+from conformance.live.refusals import words
 from conformance.live.row import Backend
 from conformance.live.runner import environment
 from conformance.live.server import Server
@@ -89,6 +90,7 @@ def test_server(options: Options, offered: frozenset[str], truths: Truths, tmp_p
 
         answer = _update(server, backend, bad, "v2")
         assert answer.status_code != httpx.codes.OK, "a delta with an unknown tensor was accepted"
+        assert words(answer.text), f"a refusal without text: {answer.text}"
         if backend.offers("reasons"):
             assert "[unknown_tensor]" in answer.text, f"the answer does not carry the reason: {answer.text}"
         assert server.get("/weight_info") == {"weight_version": "v1"}

@@ -17,6 +17,7 @@ from conformance.checkpoints import State
 from conformance.findings import EngineFailed, require
 from conformance.live import changes
 from conformance.live.backends import backend_of
+from conformance.live.refusals import words
 from conformance.live.row import Row
 from conformance.live.truth import Truths
 from conformance.options import Options
@@ -191,6 +192,8 @@ def _session(live: Row, deltas: Sequence[Path]) -> str | None:
 
 def _is_incomplete(live: Row, found: str | None) -> None:
     require(found is not None, "refusal", expected="a refusal (incomplete)", found="taken", context=live.name)
+    said = words(str(found))
+    require(said, "refusal", expected="a refusal (incomplete)", found="a refusal without text", context=live.name)
     if live.backend.offers("reasons"):
         require("[incomplete]" in str(found), "reason", expected="incomplete", found=found, context=live.name)
     live.holds_current()

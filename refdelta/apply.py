@@ -47,6 +47,7 @@ from refdelta.spec import (
     check_path,
     check_shape,
     density_pct,
+    is_density_pct,
     is_int,
 )
 from refdelta.state import Weights, first_names, named_tensors
@@ -248,15 +249,9 @@ def _check_counts(metadata: _Metadata, layers: Sequence[_Layer]) -> None:
     if not least <= metadata.total_elements <= MAX_ELEMENTS:
         found = shown(metadata.total_elements)
         raise DeltaError(Reason.COUNT_MISMATCH, f"total_elements: layers have {least}, metadata says {found}")
-    if not _is_density(metadata.density_pct, changed, metadata.total_elements):
+    if not is_density_pct(metadata.density_pct, changed, metadata.total_elements):
         exact, found = density_pct(changed, metadata.total_elements), shown(metadata.density_pct)
         raise DeltaError(Reason.COUNT_MISMATCH, f"density_pct: expected {exact}, metadata says {found}")
-
-
-def _is_density(found: float, changed: int, total: int) -> bool:
-    """Whether ``found`` is the density to 3 decimals; half way between two of them either will do."""
-    exact = 100 * changed / total if total else 0.0
-    return 0 <= found <= 100 and round(found, 3) == found and abs(found - exact) <= 0.0005 + 1e-9
 
 
 # Applying

@@ -121,8 +121,11 @@ def _entry(key: str, value: object) -> Entry:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_int(n) and n >= 0 for n in offsets):
         refuse(Reason.BAD_HEADER, f"data_offsets {shown(offsets)} are not two non-negative integers")
     bits_needed = count_elements(shape) * (4 if dtype == "F4" else 8 * DTYPES[dtype].itemsize)
-    if bits_needed != 8 * (offsets[1] - offsets[0]) or (dtype == "F4" and shape and shape[-1] % 2):
+    if bits_needed != 8 * (offsets[1] - offsets[0]):
         refuse(Reason.BAD_HEADER, f"{dtype} of shape {shown(shape)} does not fill bytes {shown(offsets)}")
+    if dtype == "F4" and shape and shape[-1] % 2:
+        detail = "an element is a pair of halves along the last dimension, which is odd"
+        refuse(Reason.BAD_HEADER, f"F4 of shape {shown(shape)}: {detail}")
     return Entry(dtype, tuple(shape), offsets[0], offsets[1])
 
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from fractions import Fraction
 from os import PathLike
 from types import MappingProxyType, NoneType
 from typing import Any, Final, Protocol, Self
@@ -266,8 +267,16 @@ def index_dtype(numel: int) -> torch.dtype:
 
 
 def density_pct(changed: int, total: int) -> float:
-    """100 * changed / total, in percent, rounded to 3 decimals; 0.0 of nothing."""
-    return round(100 * changed / total, 3) if total else 0.0
+    """100 * changed / total, in percent, to 3 decimals; 0.0 of nothing. The exact quotient is rounded, half to even."""
+    return float(round(Fraction(100 * changed, total), 3)) if total else 0.0
+
+
+def is_density_pct(found: object, changed: int, total: int) -> bool:
+    """Whether ``found`` is the density to 3 decimals; half way between two of them either will do."""
+    if not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found <= 100:
+        return False
+    exact = 100 * changed / total if total else 0.0
+    return round(found, 3) == found and abs(found - exact) <= 0.0005 + 1e-9
 
 
 def _brief(value: object) -> str:
@@ -666,12 +675,14 @@ def check_counted(delta: Delta, metadata: Mapping[str, object], total_elements: 
     """Counts in ``metadata`` (content of metadata.json) are those of the payload, and of the whole state if given."""
     changed = sum(len(patch.values) for patch in delta.patches)
     total = delta.total_elements if total_elements is None else total_elements
-    expected = {
+    expected: dict[str, object] = {
         "changed_elements": changed,
         "total_elements": total,
-        "density_pct": round(100 * changed / total, 3) if total else 0.0,
+        "density_pct": density_pct(changed, total),
     }
     found = {key: metadata.get(key) for key in expected}
+    if is_density_pct(found["density_pct"], changed, total):
+        expected["density_pct"] = found["density_pct"]
     assert found == expected, f"counted: expected {expected}, found {found}"
 
 

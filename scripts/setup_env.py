@@ -18,10 +18,15 @@ import sys
 if sys.version_info < (3, 11):  # noqa: UP036 - whoever runs this with an older Python must get a sentence
     sys.exit(f"error: refdelta needs Python 3.11 or newer, and this is {sys.version.split()[0]}")
 
+try:
+    import fcntl
+except ImportError:
+    sys.exit(f"error: refdelta runs on POSIX systems alone (Linux, macOS), and this is {sys.platform}")
+
 import argparse
 import ast
 import contextlib
-import fcntl
+import errno
 import hashlib
 import json
 import os
@@ -297,6 +302,10 @@ def turn(root: Path) -> Iterator[None]:
         except BlockingIOError:
             say("waiting for another set-up in this checkout")
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL):
+                raise
+            say("this file system has no locks: run one set-up at a time")
         yield
 
 

@@ -20,6 +20,7 @@ from conformance.findings import EngineFailed, Finding, InfrastructureFailed, La
 from conformance.live import changes, judge
 from conformance.live.encoder import Encode, encode_with_oracle, encode_with_refdelta
 from conformance.live.engine import Output
+from conformance.live.refusals import words
 from conformance.live.runner import START_TIMEOUT, Host, HostDied, HostError, HostTimedOut, environment, twice_if_late
 from conformance.live.setup import PLAIN, Setup
 from conformance.live.truth import Truth, Truths, prompts
@@ -243,7 +244,7 @@ class Row:
         wanted = f"a refusal ({', '.join(sorted(reasons))})"
         require(found is not None, "refusal", expected=wanted, found="the update succeeded", context=self.name)
         assert found is not None
-        require(found.strip(), "refusal", expected=wanted, found="a refusal without text", context=self.name)
+        require(words(found), "refusal", expected=wanted, found="a refusal without text", context=self.name)
         if self.backend.offers("reasons"):
             code = next(iter(_REASON.findall(found)), None)
             require(code in reasons, "reason", expected=" or ".join(sorted(reasons)), found=found, context=self.name)
@@ -272,7 +273,7 @@ class Row:
         if found is None:
             self.current = target
         else:
-            require(found.strip(), "refusal", expected="a refusal", found="a refusal without text", context=self.name)
+            require(words(found), "refusal", expected="a refusal", found="a refusal without text", context=self.name)
             if not self.backend.offers("rollback"):
                 return
         self.every_rank_answers()

@@ -191,7 +191,7 @@ def test_an_empty_directory_that_appears_meanwhile_stays(tmp_path: Path, monkeyp
     assert os.listdir(tmp_path) == ["d"]
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EPERM])
 @pytest.mark.parametrize("libc", ["refuses the flags", "has no such call"])
 def test_file_systems_without_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, libc: str) -> None:
     """The same outcome by plain renames; for a moment there is no delta."""

@@ -380,6 +380,7 @@ BROKEN: dict[str, Callable[[], object]] = {
     "density_bound: file too short": lambda: check("density_bound", good(), 17),
     "counted: changed": lambda: check("counted", good(), {**METADATA, "changed_elements": 2}, 8),
     "counted: total over changed tensors": lambda: check("counted", good(), METADATA | {"total_elements": 6}, 8),
+    "counted: density of four decimals": lambda: check("counted", good(), {**METADATA, "density_pct": 37.5001}, 8),
     "counted: density": lambda: check("counted", good(), {**METADATA, "density_pct": 50.0}, 8),
     "composes: earlier wins": lambda: check(
         "composes", [good(), diff(TARGET, BASE)], naive_compose([diff(TARGET, BASE), good()]), BASE, apply_delta

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from refdelta import DELTA_FILE, METADATA_FILE, Delta, DeltaError, Lineage, Reason, TensorPatch, read_delta, write_delta
+from refdelta.container import read_header
 from tests.codec.support import bf16, container, edit_header, edit_metadata, split_container, write_metadata, write_v2
 
 Layer = tuple[str, list[int], Tensor, Tensor]
@@ -238,6 +240,18 @@ def test_unknown_keys_are_kept_and_ignored(tmp_path: Path) -> None:
     delta = read_delta(folder)
     assert delta.extra["theirs"] == {"a": [1, None]}
     assert delta.lineage == Lineage("r", 3, extra={"later": [2]})
+
+
+def test_what_is_said_of_half_an_F4_pair_is_true(tmp_path: Path) -> None:
+    """The bytes are filled; it is the pairs, along the last dimension, that are not whole."""
+    for shape, end, said in (([2, 3], 3, "F4 of shape [2, 3]: an element is a pair"), ([2, 2], 3, "does not fill")):
+        header = json.dumps({"w": {"dtype": "F4", "shape": shape, "data_offsets": [0, end]}}).encode()
+        (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header + bytes(end))
+        with (tmp_path / "file").open("rb", buffering=0) as file, pytest.raises(DeltaError) as caught:
+            read_header(file)
+        assert caught.value.reason is Reason.BAD_HEADER
+        assert said in caught.value.detail
+        assert ("does not fill" in caught.value.detail) == (said == "does not fill")
 
 
 @pytest.mark.parametrize(("changed", "total", "low", "high"), [(1, 200_000, 0.0, 0.001), (3, 40_000, 0.007, 0.008)])

@@ -132,7 +132,10 @@ def test_deltas_that_cannot_be() -> None:
         assert caught.value.reason is reason
 
 
-@pytest.mark.parametrize(("changed", "total", "pct"), [(0, 0, 0.0), (1, 3, 33.333), (2, 3, 66.667), (7, 7, 100.0)])
+@pytest.mark.parametrize(
+    ("changed", "total", "pct"),
+    [(0, 0, 0.0), (1, 3, 33.333), (2, 3, 66.667), (7, 7, 100.0), (1, 64, 1.562), (3, 64, 4.688), (1, 200_000, 0.0)],
+)
 def test_density(changed: int, total: int, pct: float) -> None:
     assert spec.density_pct(changed, total) == pct
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # From the format outwards; a module imports from its own line and the lines above, and no circle forms.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("spec",),
+    ("spec", "posix"),
     ("bits", "files", "names"),
     ("container", "state", "regions"),
     ("digest", "families"),
@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}
 CORE = (
-    *("spec", "bits", "files", "names", "container", "state", "digest", "composition", "encode", "apply"),
+    *("spec", "posix", "bits", "files", "names", "container", "state", "digest", "composition", "encode", "apply"),
     *("regions", "families", "layout_map"),
 )
 CORE_NEEDS = frozenset({"torch", "numpy", "safetensors"})

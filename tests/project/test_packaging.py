@@ -78,6 +78,38 @@ def test_every_folder_with_modules_is_a_package() -> None:
     assert {folder for folder in folders if not (folder / "__init__.py").exists()} == set()
 
 
+def test_posix_alone_is_said_in_the_metadata() -> None:
+    assert "Operating System :: POSIX" in PROJECT["classifiers"]
+
+
+WITHOUT_FCNTL = "import sys; sys.modules['fcntl'] = None; "
+"""What a child begins with that shall have no fcntl."""
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        ("import refdelta.cli; sys.argv = ['refdelta', '--help']; refdelta.cli.main()", 2),
+        (f"import runpy; runpy.run_path({str(ROOT / 'scripts' / 'setup_env.py')!r}, run_name='__main__')", 1),
+    ],
+    ids=["command", "set-up"],
+)
+def test_elsewhere_it_is_said_in_one_sentence(program: str, code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_FCNTL + program], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: refdelta runs on POSIX systems alone (Linux, macOS)")
+
+
+def test_elsewhere_an_import_ends_with_the_sentence() -> None:
+    """An ImportError, which a program can catch, and nothing of fcntl's own before it."""
+    program = WITHOUT_FCNTL + "from refdelta import write_delta"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: refdelta runs on POSIX systems alone (Linux, macOS)")
+    assert done.stderr.count("Error:") == 1
+
+
 def test_licence() -> None:
     assert PROJECT["license"] == "Apache-2.0"
     text = (ROOT / PROJECT["license-files"][0]).read_text()

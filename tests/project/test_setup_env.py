@@ -1,5 +1,6 @@
 """The set-up script: its decisions against a fake environment, and its errors as a user meets them. No network."""
 
+import errno
 import fcntl
 import json
 import os
@@ -667,6 +668,24 @@ def test_a_child_that_outlives_the_setup_keeps_the_lock(root: Path, tmp_path: Pa
         os.close(write)
         child.wait(10)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_without_locks(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    """It is said, and the set-up goes on; other errors of a lock are errors."""
+
+    def answer(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", answer)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"), setup_env.turn(root):
+            pass
+        return
+    with setup_env.turn(root):
+        assert "no locks: run one set-up at a time" in "".join(capsys.readouterr())
 
 
 def copy_of_project(folder: Path) -> Path:

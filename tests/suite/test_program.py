@@ -73,6 +73,8 @@ def test_a_refusal_is_one(tmp_path: Path) -> None:
         ('cp "$3" "$4"; echo x >> "$3"', "changed its input state1.safetensors"),
         ('cp "$3" "$4"; touch "$2/more"', "changed its input"),
         ('rm "$3"; exit 3', "changed its input state1.safetensors"),
+        ("exit 3", "refused (exit 3) without a reason on standard error"),
+        ("echo >&2; exit 3", "refused (exit 3) without a reason on standard error"),
         ('echo nonsense > "$4"', "the state that the program wrote cannot be read"),
     ],
 )
@@ -125,7 +127,7 @@ def test_what_is_no_program(tmp_path: Path) -> None:
         load("exec:sh -c 'exec /no/such/thing'", Loading())
     with pytest.raises(BadEngine, match="Let it print names, or exit 3"):
         load("exec:sh -c 'exit 1'", Loading())
-    gone = program(tmp_path, "exit 3")
+    gone = program(tmp_path, "echo no >&2; exit 3")
     missing = Program(("/no/such/program",), 5.0)
     assert refused(lambda: gone.digest(STATE)) is not None
     with pytest.raises(InfrastructureFailed):

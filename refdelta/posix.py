@@ -1,0 +1,13 @@
+"""What refdelta needs of the operating system, or one sentence."""
+
+from __future__ import annotations
+
+try:
+    import fcntl
+except ImportError:
+    import platform
+
+    system = platform.system() or "another system"
+    raise ImportError(f"refdelta runs on POSIX systems alone (Linux, macOS); this is {system}, without fcntl") from None
+
+__all__ = ["fcntl"]
