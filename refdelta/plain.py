@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
 
 __all__ = ["obstacle"]
 
@@ -54,6 +54,8 @@ def obstacle(t: Tensor) -> str | None:
 
 def _partition(t: Tensor) -> str | None:
     """What trainers that spread a parameter over ranks leave in its place, by the marks that they set."""
+    if not t.__dict__ and type(t) in (Tensor, Parameter):
+        return None
     if (shape := getattr(t, "ds_shape", None)) is not None and tuple(t.shape) != tuple(shape):
         return f"ZeRO-3's placeholder of shape {list(t.shape)} for {list(shape)}: use deepspeed.zero.GatheredParameters"
     if (numel := getattr(t, "ds_numel", None)) is not None and t.numel() != int(numel):
@@ -76,8 +78,11 @@ def _missing_memory(t: Tensor) -> str | None:
         have = t.untyped_storage().nbytes() if t.data_ptr() else 0
     except (RuntimeError, NotImplementedError):
         have = 0
-    last = t.storage_offset() + sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape, strict=True))
-    if have < (last + 1) * t.element_size():
+    if t.is_contiguous():
+        extent = t.numel()
+    else:
+        extent = 1 + sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape, strict=True))
+    if have < (t.storage_offset() + extent) * t.element_size():
         return (
             "without memory for its elements: its storage was freed (FSDP: use the module, or its full state dict), "
             "or it exists only inside a transform of torch (functionalize, vmap, grad)"
