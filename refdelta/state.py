@@ -74,7 +74,7 @@ def first_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``tensors`` without those that are the same view of the same memory as an earlier one."""
     views: dict[object, str] = {}
     for name, t in tensors.items():
-        views.setdefault(_view(t) or (id(t) if obstacle(t) else name), name)
+        views.setdefault(_view(t) or name, name)
     return {name: tensors[name] for name in views.values()}
 
 

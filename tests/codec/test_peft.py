@@ -162,9 +162,10 @@ def set_up(model: Model, **of_tuned: object) -> Model:
         (lambda: set_up(Model(), merged_adapters=["other"]), "not merged"),
         (lambda: set_up(Model(), merged_adapters=["default"], active_adapter=["default", "other"]), "not merged"),
         (lambda: set_up(Model(), merged_adapters=["default"], active_adapter="other"), "not merged"),
+        (lambda: set_up(Model(), active_adapter=[]), "not merged"),
         (lambda: set_up(Model(), merged_adapters=["default"], disable_adapters=True), "switched off"),
     ],
-    ids=["another", "one of two", "not the active one", "switched off"],
+    ids=["another", "one of two", "not the active one", "none active", "switched off"],
 )
 def test_what_the_model_computes_is_not_in_the_base_layer(model: Callable[[], Model], text: str) -> None:
     with pytest.raises(DeltaError, match=text) as caught:
@@ -235,6 +236,15 @@ def test_layers_in_layers() -> None:
         "up.weight": [4, 3],
         "embed.weight": [7, 2],
     }
+
+
+def test_a_layer_that_stands_in_two_places() -> None:
+    """Tied layers, not tensors alone: each of its names is the checkpoint's."""
+    model, shared = nn.Module(), Tuned(weight(4, 3), 4, 3)
+    shared.merged_adapters = ["default"]
+    model.one, model.two = shared, shared
+    assert named_tensors(model).keys() == {"one.weight", "two.weight"}
+    assert DeltaEncoder(model).encode(model).total_elements == 12
 
 
 @pytest.mark.parametrize("trained", [False, True])

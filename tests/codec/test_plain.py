@@ -211,7 +211,7 @@ def test_a_module_in_shards_is_refused_and_its_plain_parameters_are_written() ->
     assert [(p.name, p.changed) for p in encoder.encode(full).patches] == [("0.bias", 2)]
 
 
-def test_tied_tensors_without_memory_are_one_tensor() -> None:
+def test_tied_tensors_without_memory_stand_in_nobodys_way() -> None:
     """A change of a plain one beside them, with a digest, looks at first names."""
     one, two, last = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.Linear(2, 3, bias=False)
     two.weight = one.weight
@@ -276,6 +276,7 @@ class Named(Tensor):
         pytest.param(lambda: torch.zeros(()), id="scalar"),
         pytest.param(lambda: torch.empty(0), id="empty"),
         pytest.param(lambda: torch.empty(2, 0, 3), id="empty in one dimension"),
+        pytest.param(lambda: torch.zeros(4, 3)[2:2], id="empty, behind others"),
         pytest.param(lambda: freed(torch.empty(0)), id="empty and freed"),
         pytest.param(lambda: marked(plain(), ds_shape=torch.Size((2, 3)), ds_numel=6), id="ZeRO-3, gathered"),
         pytest.param(lambda: marked(torch.empty(0), ds_shape=torch.Size((0,)), ds_numel=0), id="ZeRO-3, empty"),
