@@ -45,12 +45,13 @@ from refdelta.spec import (
     check_extra,
     check_name,
     check_path,
+    check_plain,
     check_shape,
     density_pct,
     is_density_pct,
     is_int,
 )
-from refdelta.state import Weights, first_names, named_tensors
+from refdelta.state import Weights, first_names, holds_memory, named_tensors
 
 _PACKED_KEYS: Final = frozenset({"delta.indices_flat", "delta.values_flat", "delta.layer_lengths"})
 
@@ -342,7 +343,7 @@ def check_fits(delta: Delta, tensors: Mapping[str, Tensor]) -> None:
         t = tensors.get(patch.name)
         if t is None:
             raise DeltaError(Reason.UNKNOWN_TENSOR, f"not among the {len(tensors)} tensors", patch.name)
-        if tuple(t.shape) != patch.shape:
+        if tuple(check_plain(t, patch.name).shape) != patch.shape:
             detail = f"expected {list(t.shape)}, the delta has {list(patch.shape)}"
             raise DeltaError(Reason.SHAPE_MISMATCH, detail, patch.name)
         if t.dtype != patch.dtype:
@@ -374,11 +375,11 @@ def _check_aliases(delta: Delta, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _overlapping_spans(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Pairs of names whose first-to-last bytes intersect."""
+    """Pairs of names whose first-to-last bytes intersect; what has no memory of its own has no address either."""
     spans = sorted(
         (str(t.device), t.data_ptr(), t.data_ptr() + bits.extent(t) * t.element_size(), name)
         for name, t in tensors.items()
-        if t.numel() and t.layout == torch.strided and not t.is_meta
+        if holds_memory(t)
     )
     for i, (device, _, end, name) in enumerate(spans):
         for other_device, start, _, other in itertools.islice(spans, i + 1, None):

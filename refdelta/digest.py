@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 from refdelta import bits
-from refdelta.spec import DTYPE_CODES, DeltaError, Reason, TensorPatch, check_argument, check_name, check_shape
+from refdelta.spec import (
+    DTYPE_CODES,
+    DeltaError,
+    Reason,
+    TensorPatch,
+    check_argument,
+    check_name,
+    check_plain,
+    check_shape,
+)
 from refdelta.state import Weights, tracked
 
 SCHEME: Final = "rd1"
@@ -63,7 +72,7 @@ def layer_digests(weights: Weights) -> dict[str, str]:
 
 def tensor_digest(name: str, tensor: Tensor) -> str:
     """The digest of one tensor under its name: header and elements."""
-    shape = tuple(tensor.shape)
+    shape = tuple(check_plain(tensor, name).shape)
     return add(header_digest(name, tensor.dtype, shape), run_digest(name, tensor.dtype, shape, 0, tensor))
 
 
@@ -78,9 +87,9 @@ def positions_digest(name: str, dtype: torch.dtype, shape: tuple[int, ...], indi
     `header_digest` and the shares of all positions add up to `tensor_digest`. Raises `DeltaError` when dtypes or
     lengths do not fit; positions are the caller's to check.
     """
-    if values.dtype != dtype:
+    if check_plain(values, name).dtype != dtype:
         raise DeltaError(Reason.DTYPE_MISMATCH, f"expected {dtype}, found {values.dtype}", name)
-    if indices.shape != values.shape or indices.dim() != 1:
+    if check_plain(indices, name).shape != values.shape or indices.dim() != 1:
         shapes = f"{list(indices.shape)} indices, {list(values.shape)} values"
         raise DeltaError(Reason.LENGTH_MISMATCH, f"expected two equal 1-D shapes, found {shapes}", name)
     seed, _ = _identity(name, dtype, shape)
@@ -89,7 +98,7 @@ def positions_digest(name: str, dtype: torch.dtype, shape: tuple[int, ...], indi
 
 def run_digest(name: str, dtype: torch.dtype, shape: tuple[int, ...], start: int, run: Tensor) -> str:
     """The share of the elements of ``run`` (any shape, ``dtype``) at ``start`` and the positions behind it."""
-    if run.dtype != dtype:
+    if check_plain(run, name).dtype != dtype:
         raise DeltaError(Reason.DTYPE_MISMATCH, f"expected {dtype}, found {run.dtype}", name)
     seed, _ = _identity(name, dtype, shape)
     return text(sum(bits.map_pieces(lambda at, piece: _sum_of_run(piece, seed + (start + at) * GAMMA), run)))

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from refdelta import bits
 from refdelta.apply import apply_delta
 from refdelta.digest import ZERO, add, layer_digests, roll_digest
 from refdelta.files import check_target, new_directory, write_file, write_hashed
+from refdelta.peft import check_no_adapters
 from refdelta.regions import TensorInfo
 from refdelta.spec import (
     DELTA_FILE,
@@ -60,9 +62,21 @@ class DeltaEncoder:
     """
 
     def __init__(self, weights: Weights, *, run_id: str | None = None, version: int = 0) -> None:
-        """``version`` is that of ``weights`` in the run; a resumed trainer starts where the receiver stands."""
+        """``version`` is that of ``weights`` in the run; a resumed trainer starts where the receiver stands.
+
+        ``weights`` are the whole state, as from now on: names, shapes and dtypes that differ later are refused. So is
+        here what is no whole tensor (unsupported_tensor: a shard, a placeholder, a wrapper; gather it on every rank,
+        for example by ``full_tensor()``) and what no checkpoint has (unknown_tensor: adapters that are not merged, a
+        mapping under PEFT's names; see `refdelta.peft`). Where a trainer marks its placeholders, it marks parameters:
+        give the module, or its ``named_parameters()``, since ``state_dict()`` makes bare tensors of them. Tensors of
+        shape [0] are warned of for that reason.
+        """
+        if not isinstance(weights, nn.Module):
+            check_no_adapters(weights if isinstance(weights, Mapping) else ())
         self._position = None if run_id is None else Lineage(run_id, version)
-        self._baseline = {name: _host_copy(t) for name, t in tracked(weights).items()}
+        counted = tracked(weights)
+        _warn_of_placeholders(counted)
+        self._baseline = {name: _host_copy(t) for name, t in counted.items()}
         self._layers: dict[str, str] = {}
         if self._position is not None:
             self._layers = layer_digests(self._baseline)
@@ -119,6 +133,17 @@ class DeltaEncoder:
             digest=digest,
             layer_digests=layers,
         )
+
+
+def _warn_of_placeholders(counted: Mapping[str, Tensor]) -> None:
+    """A state dict of a partitioned module has placeholders without a mark, from which no delta would ever come."""
+    empty = [name for name, t in counted.items() if t.shape == (0,)]
+    if empty:
+        text = (
+            f"{len(empty)} of {len(counted)} tensors, the first of them {empty[0]}, have no elements. A partitioned "
+            "trainer leaves such placeholders: give the module or its named_parameters(), gathered."
+        )
+        warnings.warn(text, stacklevel=3)
 
 
 def _version_after(position: Lineage, lineage: Lineage | None) -> int:

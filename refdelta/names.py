@@ -11,7 +11,7 @@ from typing import Final
 
 from refdelta.spec import DeltaError, Reason
 
-__all__ = ["WRAPPERS", "checkpoint_name", "checkpoint_names"]
+__all__ = ["WRAPPERS", "checkpoint_name", "checkpoint_names", "distinct"]
 
 WRAPPERS: Final = (
     ("_orig_mod",),  # torch.compile
@@ -37,11 +37,14 @@ def checkpoint_name(name: str) -> str:
 
 def checkpoint_names(names: Iterable[str]) -> Mapping[str, str]:
     """Each of ``names`` with its `checkpoint_name`. Raises `DeltaError` (duplicate_name) where two get the same."""
-    found: dict[str, str] = {}
+    return distinct({name: checkpoint_name(name) for name in names})
+
+
+def distinct(renamed: Mapping[str, str]) -> Mapping[str, str]:
+    """``renamed`` (trainer's name -> checkpoint's), unless two get the same: `DeltaError` (duplicate_name)."""
     taken: dict[str, str] = {}
-    for name in names:
-        found[name] = checkpoint_name(name)
-        other = taken.setdefault(found[name], name)
+    for name, own in renamed.items():
+        other = taken.setdefault(own, name)
         if other != name:
-            raise DeltaError(Reason.DUPLICATE_NAME, f"what {other} and {name} are without their wrappers", found[name])
-    return found
+            raise DeltaError(Reason.DUPLICATE_NAME, f"what {other} and {name} are without their wrappers", own)
+    return renamed

@@ -8,6 +8,7 @@ layers, their shapes and the counts. Everything here is about bits: two elements
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -22,6 +23,8 @@ from urllib.parse import quote, unquote
 
 import torch
 from torch import Tensor
+
+from refdelta.plain import obstacle
 
 FORMAT: Final = "sparse_delta"
 FORMAT_VERSION: Final = 2
@@ -135,6 +138,7 @@ class Reason(StrEnum):
     SHAPE_MISMATCH = "shape_mismatch", "shapes of one tensor differ between the two sides"
     DTYPE_MISMATCH = "dtype_mismatch", "dtypes of one tensor differ between the two sides"
     ALIAS_CONFLICT = "alias_conflict", "memory is shared, and not everything that shares it states the change"
+    UNSUPPORTED_TENSOR = "unsupported_tensor", "a tensor that does not hold its own elements, or not all of them"
     BASE_MISMATCH = "base_mismatch", "the state, or the delta before, is not what the delta starts from"
     DIGEST_MISMATCH = "digest_mismatch", "a digest does not fit the state that it is said to describe"
     INCOMPLETE = "incomplete", "parts that are not a whole update: missing, repeated, overlapping or of another update"
@@ -248,6 +252,13 @@ def count_elements(shape: Sequence[int]) -> int:
     return count
 
 
+def check_plain(tensor: Tensor, name: str | None = None) -> Tensor:
+    """``tensor`` if it holds its own elements (`refdelta.plain`), else `DeltaError` (unsupported_tensor)."""
+    if (hindrance := obstacle(tensor)) is not None:
+        raise DeltaError(Reason.UNSUPPORTED_TENSOR, hindrance, name)
+    return tensor
+
+
 def check_extra(extra: Mapping[str, object]) -> Mapping[str, object]:
     """``extra`` if its keys are not the format's and the known ones have the right type, else bad_metadata."""
     for key, value in extra.items():
@@ -307,6 +318,7 @@ class TensorPatch:
         for part, reason in (("indices", Reason.BAD_INDICES), ("values", Reason.BAD_VALUES)):
             if not isinstance(getattr(self, part), Tensor):
                 self._refuse(reason, f"expected a torch tensor, found {type(getattr(self, part)).__name__}")
+            check_plain(getattr(self, part), self.name)
         if self.indices.dtype not in (torch.int32, torch.int64) or self.indices.dim() != 1:
             self._refuse(Reason.BAD_INDICES, f"expected 1-D I32 or I64, found {_describe(self.indices)}")
         if self.values.dim() != 1:
@@ -542,7 +554,7 @@ class Router(Protocol):
 
 def raw_bytes(tensor: Tensor) -> Tensor:
     """[numel * itemsize] uint8: a copy of the elements' bytes in logical row-major order, on the CPU."""
-    detached = tensor.detach().resolve_conj().resolve_neg()
+    detached = check_plain(tensor).detach().resolve_conj().resolve_neg()
     return detached.cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
@@ -553,7 +565,7 @@ def elements(tensor: Tensor) -> Tensor:
 
 def copy_state(state: State) -> dict[str, Tensor]:
     """A contiguous copy of every tensor, on the CPU."""
-    return {name: raw_bytes(t).view(t.dtype).reshape(t.shape) for name, t in state.items()}
+    return {name: raw_bytes(check_plain(t, name)).view(t.dtype).reshape(t.shape) for name, t in state.items()}
 
 
 def differing_positions(a: Tensor, b: Tensor) -> list[int]:
@@ -565,7 +577,8 @@ def assert_same_state(found: State, expected: State, what: str) -> None:
     """Raise AssertionError unless names, shapes, dtypes and bits are equal."""
     assert found.keys() == expected.keys(), f"{what}: names differ: {sorted(found.keys() ^ expected.keys())}"
     for name, want in expected.items():
-        have = found[name]
+        have = check_plain(found[name], name)
+        check_plain(want, name)
         where = f"{what}: tensor {name}"
         assert have.dtype == want.dtype, f"{where}: dtype expected {want.dtype}, found {have.dtype}"
         assert have.shape == want.shape, f"{where}: shape expected {list(want.shape)}, found {list(have.shape)}"
@@ -594,6 +607,8 @@ def check_idempotent(delta: Delta, base: State, apply: Apply) -> None:
 def check_minimal(delta: Delta, base: State, target: State) -> None:
     """``delta`` holds exactly the positions whose bits differ."""
     found = {patch.name: patch.indices.tolist() for patch in delta.patches}
+    for name, t in itertools.chain(base.items(), target.items()):
+        check_plain(t, name)
     expected = {name: at for name in target if (at := differing_positions(base[name], target[name]))}
     assert found.keys() == expected.keys(), f"minimal: layers expected {sorted(expected)}, found {sorted(found)}"
     for name, at in expected.items():

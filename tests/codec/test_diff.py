@@ -54,6 +54,34 @@ def test_fault_01_every_dtype_is_compared_by_bits(code: str) -> None:
     assert np.array_equal(bytes_of(patch.values), bytes_of(target)[at])
 
 
+def least_changes(bits: int, mantissa: int) -> list[tuple[int, int]]:
+    """Pairs of bit patterns between which there is none, in a float of ``bits`` with ``mantissa`` of them."""
+    sign, normal = 1 << bits - 1, 1 << mantissa
+    one, infinity = (sign >> 1) - normal, sign - normal
+    around = [(one, one + 1), (one, one - 1), (infinity - 2, infinity - 1), (normal, normal + 1), (normal, normal - 1)]
+    subnormal = [(0, 1), (1, 0), (1, 2), (normal - 2, normal - 1), (1, sign | 1)]
+    return [*around, *subnormal, (0, sign), (sign, 0), (sign, sign | 1)]
+
+
+@pytest.mark.parametrize(("code", "mantissa"), [("BF16", 7), ("F16", 10), ("F32", 23), ("F64", 52)])
+def test_no_change_is_too_small_to_be_sent(code: str, mantissa: int) -> None:
+    """No epsilon and no threshold: units in the last place, subnormals and signs of zero, beside a large change."""
+    size = DTYPES[code].itemsize
+    pairs = [*least_changes(8 * size, mantissa), (0, (1 << 8 * size - 2) + 5), (7, 7)]
+    assert torch.tensor([1.0], dtype=DTYPES[code]).view(torch.uint8).tolist() == list(
+        pairs[0][0].to_bytes(size, "little")
+    )
+    base, target = (
+        {"w": torch.from_numpy(np.array(words, dtype=f"<u{size}")).view(DTYPES[code]).view(3, 5)}
+        for words in zip(*pairs, strict=True)
+    )
+    for delta in (diff(base, target), DeltaEncoder(base).encode(target), DeltaEncoder(base, run_id="r").encode(target)):
+        assert only(delta).indices.tolist() == list(range(14))
+        held = {"w": base["w"].clone()}
+        apply_delta(delta, held)
+        assert_same(held, target)
+
+
 def test_fault_02_detector_that_looks_at_part_of_the_bits() -> None:
     base = bf16(0x3F80, 0x3F80, 0x3F80, 0x3F80)
     assert emitted(base, bf16(0x4080, 0x3F80, 0xBF80, 0x3F81)) == [0, 2, 3]  # same low byte; sign; lowest bit

@@ -296,6 +296,18 @@ def test_words_in_code_type_are_words_of_the_format() -> None:
     assert words <= known, words - known
 
 
+def test_that_nothing_is_lost_stands_once_in_each_text() -> None:
+    """`test_diff` shows it: `test_no_change_is_too_small_to_be_sent`."""
+    for path in ("docs/SPEC.md", "README.md"):
+        text = " ".join((ROOT / path).read_text(encoding="utf-8").split())
+        assert text.count("A delta is never lossy") == 1, path
+        for sentence in (
+            "There is no epsilon and no threshold, and no small value is dropped",
+            "of a subnormal number, or of the sign of zero is sent like any other.",
+        ):
+            assert sentence in text, path
+
+
 def test_files_that_are_named_exist() -> None:
     named = set(re.findall(r"`((?:refdelta|tests|conformance)/[\w./]+)`", TEXT))
     assert len(named) >= 4

@@ -88,7 +88,14 @@ def test_reasons_are_reason_codes_and_none_of_a_reader_is_missing() -> None:
     found = {vector.expected["reason"] for name, vector in VECTORS.items() if name.startswith("invalid/")}
     assert found <= {str(reason) for reason in Reason}
     of_a_reader = [str(reason) for reason in Reason][: [str(reason) for reason in Reason].index("unmapped")]
-    no_file_can_show = {"unreadable", "target_exists", "alias_conflict", "write_failed", "not_a_checkpoint"}
+    no_file_can_show = {
+        "unreadable",
+        "target_exists",
+        "alias_conflict",
+        "unsupported_tensor",
+        "write_failed",
+        "not_a_checkpoint",
+    }
     assert set(of_a_reader) - no_file_can_show == found
 
 

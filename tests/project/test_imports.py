@@ -14,9 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # From the format outwards; a module imports from its own line and the lines above, and no circle forms.
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("plain",),
     ("spec", "posix"),
     ("bits", "files", "names"),
-    ("container", "state", "regions"),
+    ("container", "peft", "state", "regions"),
     ("digest", "families"),
     ("composition", "layout_map"),
     ("encode", "apply", "checkpoint", "checkpoint_apply"),
@@ -27,7 +28,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}
 CORE = (
-    *("spec", "posix", "bits", "files", "names", "container", "state", "digest", "composition", "encode", "apply"),
+    *("plain", "spec", "posix", "bits", "files", "names", "peft", "container", "state", "digest", "composition"),
+    *("encode", "apply"),
     *("regions", "families", "layout_map"),
 )
 CORE_NEEDS = frozenset({"torch", "numpy", "safetensors"})

@@ -50,6 +50,7 @@ def test_every_reason_of_a_reader_has_a_fault() -> None:
         "target_exists",
         "payload_mismatch",
         "alias_conflict",
+        "unsupported_tensor",
         "base_mismatch",
         "digest_mismatch",
         "incomplete",
