@@ -137,7 +137,7 @@ def _checked(config: pytest.Config) -> Options:
         _levels(config.getoption("--level"), engine),
         _xfails(config.getoption("--xfails-file"), directory),
         *(_file(config.getoption(name), directory, name) for name in ("--report", "--html")),
-        _rows(given["row"]),
+        rows=_rows(given["row"]),
     )
 
 
