@@ -58,7 +58,7 @@ def prove(model: nn.Module, checkpoint_dir: Path, ranks: RankGroup) -> Proved:
         boxes = [json.loads(text) for text in ranks.gather(json.dumps(boxes_by_source(layout)))]
         refused = _refused_anywhere(layout, attestation, boxes, ranks)
         standings = verdicts(model, layout, attestation, places, packed=())
-        unmapped = _unmapped(layout, boxes, checkpoint, ranks)
+        unmapped = _unmapped(layout, checkpoint, ranks)
         _log(layout, attestation, standings, refused, unmapped, ranks)
         moved = {name: place for name, place in places.items() if isinstance(place, PositionMap)}
         target = Target(layout, attestation, refused, moved, standings, model, unmapped=unmapped)
@@ -83,10 +83,10 @@ def _ledger(shares: Shares, checkpoint: Checkpoint, unmapped: Unmapped, ranks: R
     return Ledger(layers, dropped, unmapped=unmapped.reasons)
 
 
-def _unmapped(layout: LayoutMap, boxes: Sequence[Boxes], checkpoint: Checkpoint, ranks: RankGroup) -> Unmapped:
+def _unmapped(layout: LayoutMap, checkpoint: Checkpoint, ranks: RankGroup) -> Unmapped:
     """What some rank leaves out without a reason; every rank reads it, so that all refuse alike."""
     mine = json.dumps(accounts(layout.check().unmapped, layout.dropped))
-    reasons = find(layout.sources, boxes, [json.loads(text) for text in ranks.gather(mine)])
+    reasons = find(layout.sources, [json.loads(text) for text in ranks.gather(mine)])
     digests = {name: digest.parse(digest.tensor_digest(name, checkpoint[name])) for name in reasons}
     return Unmapped(reasons, digests, checkpoint.path)
 

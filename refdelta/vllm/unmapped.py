@@ -17,7 +17,6 @@ from refdelta.checkpoint import Checkpoint
 from refdelta.families.reasons import OTHER_RANKS
 from refdelta.layout_map import TensorInfo
 from refdelta.spec import DeltaError, Reason, TensorPatch
-from refdelta.vllm.shares import Boxes
 
 __all__ = ["NOWHERE", "Unmapped", "accounts", "find"]
 
@@ -65,22 +64,17 @@ class Unmapped:
             return False
 
 
-def find(
-    sources: Mapping[str, TensorInfo], boxes: Sequence[Boxes], told: Sequence[Mapping[str, str]]
-) -> dict[str, str]:
+def find(sources: Mapping[str, TensorInfo], told: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Checkpoint tensor -> why nothing is known of it.
 
-    Args:
-        sources: the checkpoint's tensors.
-        boxes: of every rank what it holds (`refdelta.vllm.shares.boxes_by_source`).
-        told: of every rank `accounts`.
+    ``told``: of every rank its `accounts`; a rank says nothing of what it holds.
     """
     found: dict[str, str] = {}
     for name, info in sources.items():
-        says = {rank.get(name, "") for rank in told}
+        says = {rank.get(name) for rank in told}
         if NOWHERE in says:
             found[name] = NOWHERE
-        elif info.numel and says == {OTHER_RANKS} and not any(name in held for held in boxes):
+        elif info.numel and says == {OTHER_RANKS}:
             found[name] = _NO_RANK
     return found
 

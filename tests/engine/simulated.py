@@ -53,7 +53,7 @@ class Simulated:
             empty = Shares.of(layout, {}, census(layout, boxes, rank))
             shares.append(empty.with_values(empty.measured(live[rank])))
         told = [accounts(layout.check().unmapped, layout.dropped) for layout in layouts]
-        reasons = find(layouts[0].sources, boxes, told)
+        reasons = find(layouts[0].sources, told)
         unmapped = Unmapped(reasons, {name: _number(name, state[name]) for name in reasons}, files)
         targets = [
             Target(layout, _proof(proved), {}, unmapped=unmapped) for layout, proved in zip(layouts, live, strict=True)
