@@ -235,6 +235,13 @@ class LayoutMap:
 
     def check_patch(self, patch: TensorPatch) -> None:
         """Raise what `route` raises for a patch that has no place here, or another shape or dtype."""
+        self.check_info(patch)
+        accounted = patch.name in self.dropped or patch.name in self.aliases
+        if not accounted and not self.regions_of(patch.name):
+            raise DeltaError(Reason.UNMAPPED, "the layout map has no region for this tensor", patch.name)
+
+    def check_info(self, patch: TensorPatch) -> None:
+        """Raise ``unknown_tensor``, ``shape_mismatch`` or ``dtype_mismatch`` where a patch fits no source."""
         info = self.sources.get(patch.name) or self.sources.get(self.aliases.get(patch.name, ""))
         if info is None:
             raise DeltaError(Reason.UNKNOWN_TENSOR, "the checkpoint has no tensor of this name", patch.name)
@@ -244,9 +251,6 @@ class LayoutMap:
             )
         if patch.values.dtype != info.dtype:
             raise DeltaError(Reason.DTYPE_MISMATCH, f"expected {info.dtype}, found {patch.values.dtype}", patch.name)
-        accounted = patch.name in self.dropped or patch.name in self.aliases
-        if not accounted and not self.regions_of(patch.name):
-            raise DeltaError(Reason.UNMAPPED, "the layout map has no region for this tensor", patch.name)
 
     def check_aliases(self, patches: Sequence[TensorPatch]) -> None:
         """Refuse (``alias_conflict``) patches after which tied names would no longer hold equal bits.

@@ -26,6 +26,9 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)", re.ASCII)
 """ORGANISATION/MODEL. A single word is far more often the name of a directory that is not there."""
 
 
+_SOURCE_HELP = "Whose map; both where vLLM is installed, else by the rules alone."
+
+
 class Source(StrEnum):
     """Where the map comes from."""
 
@@ -46,7 +49,7 @@ def layout(
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.")] = 1,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="One rank; by default all of them.")] = None,
     expert_parallel: Annotated[bool, typer.Option("--expert-parallel", help="Deal whole experts out.")] = False,
-    source: Annotated[Source, typer.Option("--source", help="Whose map.")] = Source.RULES,
+    asked: Annotated[Source | None, typer.Option("--source", help=_SOURCE_HELP)] = None,
     picture: Annotated[Path | None, typer.Option("--picture", help="PNG or SVG of how one layer is cut.")] = None,
     layer: Annotated[int, typer.Option("--layer", min=0, help="The layer of the picture.")] = 0,
     as_json: AsJson = False,
@@ -60,17 +63,19 @@ def layout(
             from refdelta.layout_picture import check_picture
 
             check_picture(picture)
+        source = asked or (Source.BOTH if _has_vllm() else Source.RULES)
         sizes = _Sizes(tp, expert_parallel, _ranks(tp, rank))
         path = _local(model)
         files = ModelFiles.read(path)
         ruled = _by_rules(files, sizes) if source is not Source.TRACED else []
-        traced = _by_trace(path, sizes) if source is not Source.RULES else []
+        traced = _by_trace(path, sizes, unasked=asked is None) if source is not Source.RULES else []
         shown = ruled or traced
         differences = _differences(ruled, traced, sizes) if source is Source.BOTH else []
         together = AcrossRanks()
         for one in shown:
             together.add(one)
         findings = together.findings() if rank is None else list(shown[0].check().findings())
+        findings = [*findings, *_left_out(ruled, traced)]
         if picture is not None:
             from refdelta.layout_picture import draw
 
@@ -132,10 +137,21 @@ def _by_rules(files: Any, sizes: _Sizes) -> list[LayoutMap]:
     ]
 
 
-def _by_trace(path: Path, sizes: _Sizes) -> list[LayoutMap]:
+def _has_vllm() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def _by_trace(path: Path, sizes: _Sizes, *, unasked: bool) -> list[LayoutMap]:
+    from refdelta.spec import DeltaError
     from refdelta.vllm.trace import trace_config_ranks
 
-    return trace_config_ranks(path, tp_size=sizes.tp, ranks=sizes.ranks, expert_parallel=sizes.expert_parallel)
+    try:
+        return trace_config_ranks(path, tp_size=sizes.tp, ranks=sizes.ranks, expert_parallel=sizes.expert_parallel)
+    except DeltaError as error:
+        if not unasked:
+            raise
+        detail = f"{error.detail} (vLLM is installed and was asked; --source rules asks the rules alone)"
+        raise DeltaError(error.reason, detail, error.tensor) from error
 
 
 def _differences(ruled: Sequence[LayoutMap], traced: Sequence[LayoutMap], sizes: _Sizes) -> list[dict[str, Any]]:
@@ -146,6 +162,14 @@ def _differences(ruled: Sequence[LayoutMap], traced: Sequence[LayoutMap], sizes:
         for rank, one, other in zip(sizes.ranks, ruled, traced, strict=True)
         for found in difference(one, other)
     ]
+
+
+def _left_out(ruled: Sequence[LayoutMap], traced: Sequence[LayoutMap]) -> list[str]:
+    """What the architecture has a place for and vLLM's loader puts nowhere: no engine would hold it."""
+    from refdelta.layout_proofs import lost
+
+    names = {name: None for one, other in zip(ruled, traced, strict=False) for name in lost(one, other)}
+    return [f"checkpoint tensor {name} reaches no parameter of vLLM's, though the rules have a place" for name in names]
 
 
 def _report(
@@ -207,8 +231,10 @@ def _print(
         out.print(Text(finding))
     agree = {Source.RULES: "rules", Source.TRACED: "vLLM's loader", Source.BOTH: "rules and vLLM's loader agree"}
     verdict = "proven: every element has its place, none has two" if not findings else f"{len(findings)} findings"
-    differ = f"; {len(differences)} differences" if differences else ""
-    out.print(Text(f"{'rules and vLLM differ' if differences else agree[source]}: {verdict}{differ}"))
+    if differences:
+        verdict = f"not proven: {len(findings)} findings, {len(differences)} differences"
+    alone = "; vLLM was not asked" if source is Source.RULES else ""
+    out.print(Text(f"{'rules and vLLM differ' if differences else agree[source]}: {verdict}{alone}"))
 
 
 def _regions(one: LayoutMap) -> Table:

@@ -75,18 +75,20 @@ class AnchorUpdate:
         """Read this rank's boxes. ``turn``: rank and ranks, which share the work on tensors that none of them counts.
 
         Raises `DeltaError`: ``unknown_tensor``, ``shape_mismatch``, ``dtype_mismatch`` naming every tensor that is not
-        as in the engine's own checkpoint; ``unattested``; ``alias_conflict`` where tied tensors differ.
+        as in the engine's own checkpoint; ``unattested``; ``alias_conflict`` where tied tensors differ; ``unmapped``
+        where it changes a tensor that the engine leaves out without a reason.
         """
         with target.opened(path) as source:
             check_comparable(target.layout.sources, source.infos())
             for name, why in target.refused.items():
                 raise DeltaError(Reason.UNATTESTED, why, name)
             _check_tied(source, target.layout.aliases)
+            target.unmapped.check_files(source, turn)
             rest = sorted(source.keys() - shares.census.counted)
             layers = {n: _number(n, source[n]) for i, n in enumerate(rest) if i % turn[1] == turn[0]}
             held = _boxes(source, target)
             made = cls(target, shares, stated, _fingerprint(source), source.total_elements, held, layers)
-        made.dropped = dict(target.layout.dropped)
+        made.dropped = target.not_held(target.layout.sources)
         return made
 
     def prepare(self) -> dict[str, object]:

@@ -209,6 +209,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
             "version": self.ledger.version,
             "digest": self.ledger.digest,
             "verified": self.ledger.verified,
+            "unmapped": dict(self.ledger.unmapped),
             "fence": self._fence,
             "refused": dict(self.target.refused),
             "session": self.session.number if self.session else None,
@@ -221,7 +222,8 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         """Hold every block of this rank against its digest. A mismatch on any rank fences the engine."""
         found = self._audit()
         elements = self.shares.elements(self.shares.auditable)
-        return {"rank": self.ranks.rank, "elements": elements, "mismatched": found or {}}
+        unmapped = dict(self.ledger.unmapped)
+        return {"rank": self.ranks.rank, "elements": elements, "mismatched": found or {}, "unmapped": unmapped}
 
     def _audit(self) -> dict[str, str] | None:
         """What differs on this rank; None where some rank could not look."""

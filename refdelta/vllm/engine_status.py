@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from refdelta.spec import DeltaError, Reason
 from refdelta.vllm.engine_calls import unexpected
+from refdelta.vllm.ledger import left_out
 
 __all__ = ["Audit", "LastUpdate", "Status", "read_audit", "read_status"]
 
 _TEXTS: Final = ("run_id", "digest", "fence")
-_AGREED: Final = (
-    "refdelta",
-    "vllm",
-    "run_id",
-    "version",
-    "digest",
-    "verified",
-    "fence",
-    "refused",
-    "session",
-    "staged",
-)
+_STATE: Final = ("run_id", "version", "digest", "verified", "unmapped", "fence", "refused")
+_AGREED: Final = ("refdelta", "vllm", *_STATE, "session", "staged")
 """What every rank must say alike."""
 
 
@@ -55,6 +46,9 @@ class Status:
     """State digest of the whole engine, in checkpoint coordinates."""
     verified: bool
     """False where an update came without a digest that could be checked."""
+    unmapped: Mapping[str, str]
+    """Checkpoint tensor -> that the engine leaves it out and no rule says why. `digest` counts it as the files of the
+    start have it; `verified` does not speak of it."""
     fence: str | None
     """Why it takes nothing but an anchor."""
     refused: Mapping[str, str]
@@ -74,7 +68,7 @@ class Status:
     def name(self) -> str:
         """For messages."""
         version = "an unversioned state" if self.version is None else f"version {self.version} of run {self.run_id}"
-        return f"{version}, {self.digest or 'of unknown digest'}"
+        return f"{version}, {self.digest or 'of unknown digest'}{left_out(self.unmapped)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +79,12 @@ class Audit:
     """Elements looked at, summed over ranks."""
     mismatched: Mapping[int, Mapping[str, str]]
     """Rank -> checkpoint tensor -> what differs; only ranks where something does."""
+    unmapped: Mapping[str, str] = field(default_factory=dict)
+    """Checkpoint tensors that the engine leaves out without a stated reason: nothing of them was looked at."""
 
     @property
     def holds(self) -> bool:
-        """Whether nothing differs."""
+        """Whether nothing differs of what the engine holds."""
         return not self.mismatched
 
 
@@ -119,10 +115,13 @@ def read_status(answers: Sequence[Any], *, paused: bool, weight_version: str) ->
 def read_audit(answers: Sequence[Any]) -> Audit:
     """One audit out of every rank's. Raises `DeltaError` (``bad_answer``)."""
     for rank, answer in enumerate(answers):
-        if not _is_rank(answer, rank) or not isinstance(answer.get("mismatched"), dict) or "elements" not in answer:
+        tables = ("mismatched", "unmapped")
+        whole = _is_rank(answer, rank) and all(isinstance(answer.get(key), dict) for key in tables)
+        if not whole or "elements" not in answer:
             raise unexpected("refdelta_audit", f"rank {rank} answered {answer}")
     bad = {answer["rank"]: answer["mismatched"] for answer in answers if answer["mismatched"]}
-    return Audit(sum(answer["elements"] for answer in answers), bad)
+    unmapped = {name: why for answer in answers for name, why in answer["unmapped"].items()}
+    return Audit(sum(answer["elements"] for answer in answers), bad, unmapped)
 
 
 def _is_rank(answer: Any, rank: int) -> bool:
@@ -133,9 +132,9 @@ def _checked(answer: Any, rank: int) -> dict[str, Any]:
     keys = (*_AGREED, "last_error", "last_update")
     if not _is_rank(answer, rank) or any(key not in answer for key in keys):
         raise unexpected("refdelta_status", f"rank {rank} answered {answer}")
-    texts = all(isinstance(answer[key], str | None) for key in _TEXTS)
-    texts = texts and isinstance(answer["refused"], dict)
-    if not texts or not isinstance(answer["version"], int | None) or not isinstance(answer["verified"], bool):
+    kinds = {"version": int | None, "verified": bool, **dict.fromkeys(("unmapped", "refused"), dict)}
+    kinds |= dict.fromkeys(_TEXTS, str | None)
+    if not all(isinstance(answer[key], kind) for key, kind in kinds.items()):
         raise unexpected("refdelta_status", f"rank {rank} answered {answer}")
     found: dict[str, Any] = answer
     return found

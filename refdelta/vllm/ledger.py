@@ -2,7 +2,8 @@
 
 Every rank keeps the same ledger. It changes only after all ranks have written and checked an update. Of a tensor that
 no rank holds (dropped, switched off) the digest is what the checkpoint's files gave at the start, and what deltas state
-of it since; where one states nothing, the engine no longer knows the digest of the whole, and says so.
+of it since; where one states nothing, the engine no longer knows the digest of the whole, and says so. Of a tensor that
+is left out without a reason it stays what the files gave: no update may change it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from refdelta import digest
 from refdelta.spec import Delta, DeltaError, Lineage, Reason
 from refdelta.vllm.options import Options
 
-__all__ = ["Account", "Ledger"]
+__all__ = ["Account", "Ledger", "left_out"]
+
+
+def left_out(unmapped: Mapping[str, str]) -> str:
+    """For messages, behind a digest: what of it the engine does not hold, if anything."""
+    if not unmapped:
+        return ""
+    first, more = min(unmapped), len(unmapped) - 1
+    return f" (of which the engine does not hold {first}{f' and {more} more tensors' if more else ''})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,9 @@ class Ledger:
     version: int | None = None
     verified: bool = True
     """Whether the last update's result was compared with a digest that its sender stated, or the weights with files."""
+    unmapped: Mapping[str, str] = field(default_factory=dict)
+    """Checkpoint tensor -> that the engine leaves it out, and no rule says why. It counts in the digest with the bits
+    of the files of the start, and the engine vouches for none of them."""
 
     @property
     def digest(self) -> str | None:
@@ -54,7 +66,7 @@ class Ledger:
     def name(self) -> str:
         """For messages: run and version, or the digest of an engine that has none."""
         version = "an unversioned state" if self.version is None else f"version {self.version} of run {self.run_id}"
-        return f"{version}, {self.digest or 'of unknown digest'}"
+        return f"{version}, {self.digest or 'of unknown digest'}{left_out(self.unmapped)}"
 
     def holds(self, lineage: Lineage | None) -> bool:
         """Whether a delta of this lineage leads to the very version that the engine holds. Raises ``base_mismatch``
@@ -100,7 +112,7 @@ class Ledger:
             if patch.name in self.dropped:
                 layers[patch.name] = digest.parse(stated[patch.name]) if patch.name in stated else None
                 continue
-            if written != patch.changed:
+            if written != patch.changed and patch.name not in self.unmapped:
                 detail = f"{patch.changed} elements change, and the ranks together hold {written} of them"
                 raise DeltaError(Reason.UNMAPPED, detail, patch.name)
             layers[patch.name] = self._rolled(patch.name, accounts, stated.get(patch.name))

@@ -65,7 +65,7 @@ class LoadedUpdate(DeltaUpdate):
     def loadable(self) -> list[TensorPatch]:
         """What the loader is given: tied names under their first, nothing that the engine drops."""
         layout = self.target.layout
-        others = {*layout.aliases, *layout.dropped}
+        others = {*layout.aliases, *layout.dropped, *self.target.unmapped.reasons}
         return [patch for patch in self.delta.patches if patch.changed and patch.name not in others]
 
     def whole(self, patch: TensorPatch) -> Tensor:

@@ -26,6 +26,7 @@ from refdelta.vllm.ranks import RankGroup
 from refdelta.vllm.shares import Boxes, Shares, boxes_by_source, census, counted_regions, header_sum, held_nowhere
 from refdelta.vllm.target import Target
 from refdelta.vllm.trace import runtime_tensors, trace_model
+from refdelta.vllm.unmapped import Unmapped, accounts, find
 
 __all__ = ["Proved", "prove"]
 
@@ -62,15 +63,16 @@ def prove(model: nn.Module, files: LoadedFiles, ranks: RankGroup) -> Proved:
         _refuse_useless(layout, refused, boxes)
         _refuse_experts(attestation, places, ranks)
         standings = verdicts(model, layout, attestation, places, packed=())
-        _log(layout, attestation, standings, refused, ranks)
+        unmapped = _unmapped(layout, checkpoint, files, ranks)
+        _log(layout, attestation, standings, refused, unmapped, ranks)
         moved = {name: place for name, place in places.items() if isinstance(place, PositionMap)}
-        target = Target(layout, attestation, refused, moved, standings, model, opened=files.at)
+        target = Target(layout, attestation, refused, moved, standings, model, opened=files.at, unmapped=unmapped)
         shares = Shares.of(layout, moved, census(layout, boxes, ranks.rank, refused))
         shares = shares.with_values(shares.measured(runtime_tensors(model)))
-        return Proved(target, shares, _ledger(shares, checkpoint, ranks))
+        return Proved(target, shares, _ledger(shares, checkpoint, unmapped, ranks))
 
 
-def _ledger(shares: Shares, checkpoint: Checkpoint, ranks: RankGroup) -> Ledger:
+def _ledger(shares: Shares, checkpoint: Checkpoint, unmapped: Unmapped, ranks: RankGroup) -> Ledger:
     """The digest of every tensor: of those that the ranks count from memory, of the others from the files."""
     sources, counted = shares.layout.sources, shares.census.counted
     rest = sorted(sources.keys() - counted)
@@ -81,8 +83,17 @@ def _ledger(shares: Shares, checkpoint: Checkpoint, ranks: RankGroup) -> Ledger:
     for text in ranks.gather(json.dumps(mine)):
         for name, share in json.loads(text).items():
             layers[name] = (layers[name] + int(share)) % (1 << 64)
-    dropped = {name: shares.layout.dropped.get(name, "no rank holds the whole of it") for name in rest}
-    return Ledger(layers, dropped)
+    whole = "no rank holds the whole of it"
+    dropped = {name: shares.layout.dropped.get(name, whole) for name in rest if name not in unmapped.reasons}
+    return Ledger(layers, dropped, unmapped=unmapped.reasons)
+
+
+def _unmapped(layout: LayoutMap, checkpoint: Checkpoint, files: LoadedFiles, ranks: RankGroup) -> Unmapped:
+    """What some rank leaves out without a reason; every rank reads it, so that all refuse alike."""
+    mine = json.dumps(accounts(layout.check().unmapped, layout.dropped))
+    reasons = find(layout.sources, [json.loads(text) for text in ranks.gather(mine)])
+    digests = {name: digest.parse(digest.tensor_digest(name, checkpoint[name])) for name in reasons}
+    return Unmapped(reasons, digests, files.served)
 
 
 def _refuse_packed(model: nn.Module) -> None:
@@ -151,11 +162,12 @@ def _log(
     attestation: Attestation,
     standings: Mapping[str, Standing],
     refused: Mapping[str, str],
+    unmapped: Unmapped,
     ranks: RankGroup,
 ) -> None:
     logger.info(
         "refdelta: rank %d of %d: %d checkpoint tensors onto %d parameters; %d attested, %d failed, %d dropped for a "
-        "reason, %d tied, %d unproven (equal bytes); after loading: %s",
+        "reason, %d unmapped, %d tied, %d unproven (equal bytes); after loading: %s",
         ranks.rank,
         ranks.size,
         len(layout.sources),
@@ -163,9 +175,17 @@ def _log(
         len(attestation.proved),
         len(attestation.failed),
         len(layout.dropped),
+        len(unmapped.reasons),
         len(layout.aliases),
         len(attestation.unproven),
         ", ".join(f"{count} {verdict}" for verdict, count in Counter(s.verdict for s in standings.values()).items()),
     )
     for name, why in refused.items():
         logger.warning("refdelta: deltas that touch %s will be refused: %s", name, why)
+    for name, why in unmapped.reasons.items():
+        logger.warning(
+            "refdelta: unmapped: %s: %s; the engine's digest counts it as the files have it and vouches for none of "
+            "its bits; a delta or an anchor that changes it will be refused",
+            name,
+            why,
+        )

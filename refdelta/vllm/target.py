@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from refdelta.spec import Delta, DeltaError, Reason, TensorPatch
 from refdelta.vllm.attest import Attestation
 from refdelta.vllm.position_map import PositionMap
 from refdelta.vllm.postload import Standing
+from refdelta.vllm.unmapped import Unmapped
 
 __all__ = ["Piece", "Target"]
 
@@ -50,13 +51,24 @@ class Target:
     """The live model, for the modes that write through its loader."""
     opened: Callable[[Path], Checkpoint] = Checkpoint
     """Opens an anchor."""
+    unmapped: Unmapped = field(default_factory=Unmapped)
+    """What the engine leaves out without a reason."""
+
+    def not_held(self, names: Iterable[str]) -> dict[str, str]:
+        """Checkpoint tensor -> why this rank does not hold it, for those of ``names`` that it does not."""
+        reasons = {**self.layout.dropped, **self.unmapped.reasons}
+        return {name: reasons[name] for name in names if name in reasons}
 
     def validate(self, delta: Delta, *, whole: bool = True) -> None:
         """Raise `DeltaError` unless every patch has a proven place; of a whole delta tied names must agree too."""
         if whole:
             self.layout.check_aliases(delta.patches)
         for patch in delta.patches:
-            self.layout.check_patch(patch)
+            if patch.name in self.unmapped.reasons:
+                self.layout.check_info(patch)
+                self.unmapped.check_patch(patch)
+            else:
+                self.layout.check_patch(patch)
             refusal = self.refused.get(self.layout.aliases.get(patch.name, patch.name))
             if refusal is not None:
                 raise DeltaError(Reason.UNATTESTED, refusal, patch.name)

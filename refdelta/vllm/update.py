@@ -34,7 +34,7 @@ class Update(Protocol):
 
     @property
     def dropped(self) -> Mapping[str, str]:
-        """Checkpoint tensors of the update that this engine rightly does not hold, with the reason."""
+        """Checkpoint tensors of the update that this rank does not hold, with the reason."""
 
     audit_whole: ClassVar[bool]
     """Whether every touched block is held against its digest, not a share of them."""
@@ -81,7 +81,7 @@ class DeltaUpdate:
         target.validate(delta)
         pieces = [piece for patch in delta.patches for piece in _route(target, shares, patch)]
         made = cls(delta, target, shares, repeated, pieces, changed=delta.changed_elements)
-        made.dropped = {p.name: target.layout.dropped[p.name] for p in delta.patches if p.name in target.layout.dropped}
+        made.dropped = target.not_held(patch.name for patch in delta.patches)
         return made
 
     def prepare(self) -> dict[str, object]:

@@ -115,7 +115,7 @@ class FakeServer:
         return {"results": [None, None]}
 
     def do_refdelta_audit(self, request: httpx.Request, body: Any) -> Any:
-        return {"results": [{"rank": rank, "elements": 10, "mismatched": {}} for rank in range(2)]}
+        return {"results": [{"rank": rank, "elements": 10, "mismatched": {}, "unmapped": {}} for rank in range(2)]}
 
     def do_refdelta_status(self, request: httpx.Request, body: Any) -> Any:
         return {"results": [self.status_of(rank) for rank in range(2)]}
@@ -133,6 +133,7 @@ class FakeServer:
             "version": len(self.weights) - 1,
             "digest": f"rd1:{len(self.weights):016x}",
             "verified": True,
+            "unmapped": {},
             "fence": self.fence,
             "refused": {},
             "session": self.sessions if self.staged is not None else None,

@@ -354,7 +354,7 @@ def test_a_reply_to_another_call(server: FakeServer, stale: object) -> None:
     assert "rank 1 answered" in error.detail
 
 
-@pytest.mark.parametrize("field", ["digest", "version", "verified"])
+@pytest.mark.parametrize("field", ["digest", "version", "verified", "unmapped"])
 def test_a_status_of_other_types(server: FakeServer, field: str) -> None:
     server.react("refdelta_status", answer({"results": [server.status_of(rank) | {field: []} for rank in range(2)]}))
     assert refused(server.client().status).reason is Reason.BAD_ANSWER
@@ -408,12 +408,14 @@ def test_audit(server: FakeServer) -> None:
     assert found.holds
     assert found.elements == 20
     results = [
-        {"rank": rank, "elements": 10, "mismatched": {"a.b": "rows 0 to 1"} if rank else {}} for rank in range(2)
+        {"rank": rank, "elements": 10, "mismatched": {"a.b": "rows 0 to 1"} if rank else {}, "unmapped": {"c": "why"}}
+        for rank in range(2)
     ]
     server.react("refdelta_audit", answer({"results": results}), answer({"results": [None, None]}))
     found = client.audit()
     assert not found.holds
     assert found.mismatched == {1: {"a.b": "rows 0 to 1"}}
+    assert found.unmapped == {"c": "why"}
     assert refused(client.audit).reason is Reason.BAD_ANSWER
 
 

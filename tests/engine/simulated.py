@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from refdelta import digest
+from refdelta.checkpoint import Checkpoint
 from refdelta.layout_map import LayoutMap
 from refdelta.spec import Delta
 from refdelta.vllm.attest import Attestation
 from refdelta.vllm.ledger import Ledger
 from refdelta.vllm.shares import Shares, boxes_by_source, census, header_sum
 from refdelta.vllm.target import Target
+from refdelta.vllm.unmapped import Unmapped, accounts, find
 from refdelta.vllm.update import DeltaUpdate
 from tests.layout.dense import Rank, lay_out
 from tests.layout.models import Engine
@@ -41,8 +45,8 @@ class Simulated:
     ledger: Ledger
 
     @classmethod
-    def of(cls, engine: Engine, state: State) -> Simulated:
-        """As at the start of an engine on ``state``."""
+    def of(cls, engine: Engine, state: State, files: Path | None = None) -> Simulated:
+        """As at the start of an engine on ``state``, which ``files`` hold."""
         layouts = [engine.rules(rank) for rank in range(engine.tp_size)]
         live = [held(engine, state, rank) for rank in range(engine.tp_size)]
         boxes = [boxes_by_source(layout) for layout in layouts]
@@ -50,11 +54,14 @@ class Simulated:
         for rank, layout in enumerate(layouts):
             empty = Shares.of(layout, {}, census(layout, boxes, rank))
             shares.append(empty.with_values(empty.measured(live[rank])))
+        told = [accounts(layout.check().unmapped, layout.dropped) for layout in layouts]
+        reasons = find(layouts[0].sources, told)
+        opened = partial(Checkpoint, files) if files else None
+        unmapped = Unmapped(reasons, {name: _number(name, state[name]) for name in reasons}, opened)
         targets = [
-            Target(layout, Attestation(proved, {}, addresses={n: t.data_ptr() for n, t in proved.items()}), {})
-            for layout, proved in zip(layouts, live, strict=True)
+            Target(layout, _proof(proved), {}, unmapped=unmapped) for layout, proved in zip(layouts, live, strict=True)
         ]
-        return cls(engine, live, targets, shares, _ledger(shares, state))
+        return cls(engine, live, targets, shares, _ledger(shares, state, unmapped))
 
     def update(self, delta: Delta, *, repeated: bool = False) -> list[DeltaUpdate]:
         """Write ``delta`` on all ranks, as a session does."""
@@ -83,14 +90,20 @@ def held(engine: Engine, state: Mapping[str, Tensor], rank: int) -> dict[str, Te
     return {name: found[name] for name in engine.rules(rank).params}
 
 
-def _ledger(shares: list[Shares], state: State) -> Ledger:
+def _proof(live: dict[str, Tensor]) -> Attestation:
+    return Attestation(live, {}, addresses={name: tensor.data_ptr() for name, tensor in live.items()})
+
+
+def _number(name: str, tensor: Tensor) -> int:
+    return digest.parse(digest.tensor_digest(name, tensor))
+
+
+def _ledger(shares: list[Shares], state: State, unmapped: Unmapped) -> Ledger:
     counted = shares[0].census.counted
     layers = {n: header_sum(n, shares[0].layout.sources[n]) for n in counted}
     for mine in shares:
         for name, share in mine.owned_sums(mine.values).items():
             layers[name] += share
-    rest = {
-        name: digest.parse(digest.tensor_digest(name, tensor)) for name, tensor in state.items() if name not in counted
-    }
-    dropped = {name: shares[0].layout.dropped[name] for name in rest}
-    return Ledger({n: v % digest._WORD for n, v in layers.items()} | rest, dropped)
+    rest = {name: _number(name, tensor) for name, tensor in state.items() if name not in counted}
+    dropped = {name: shares[0].layout.dropped[name] for name in rest if name not in unmapped.reasons}
+    return Ledger({n: v % digest._WORD for n, v in layers.items()} | rest, dropped, unmapped=unmapped.reasons)

@@ -10,10 +10,17 @@ import pytest
 
 from refdelta.cli import run
 from refdelta.layout_map import LayoutMap, layout_from_config
+from refdelta.spec import DeltaError, Reason
 
 CONFIGS = Path(__file__).resolve().parents[2] / "conformance" / "configs"
 QWEN = CONFIGS / "qwen3-0.6b.json"
 GEMMA = CONFIGS / "gemma4-e2b.json"
+
+
+@pytest.fixture(autouse=True)
+def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ``--source`` the rules alone are asked, which needs no engine."""
+    monkeypatch.setattr("refdelta.cli.layout._has_vllm", lambda: False)
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -109,6 +116,63 @@ def test_maps_that_differ_fail(capsys: pytest.CaptureFixture[str], monkeypatch: 
         "rank 1",
     ]
     assert lines[-1].startswith("rules and vLLM differ")
+
+
+BIAS = "model.layers.0.self_attn.o_proj.bias"
+
+
+def _without_bias(layout: LayoutMap) -> LayoutMap:
+    """As vLLM's Qwen3 has it: no parameter for the bias of o_proj."""
+    raw = json.loads(layout.to_json())
+    raw["regions"] = [region for region in raw["regions"] if not region[0].endswith("o_proj.bias")]
+    raw["params"] = {name: info for name, info in raw["params"].items() if not name.endswith("o_proj.bias")}
+    return LayoutMap.from_json(json.dumps(raw))
+
+
+@pytest.mark.parametrize("asked", [[], ["--source", "both"]], ids=["default", "both"])
+def test_a_tensor_that_vllm_leaves_out_is_a_finding(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With vLLM installed it is asked by default; what the rules alone call proven is then not."""
+    config = json.loads(QWEN.read_text()) | {"attention_bias": True, "num_hidden_layers": 1}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    layouts = [layout_from_config(config, tp_size=2, tp_rank=rank) for rank in (0, 1)]
+
+    def traced(path: object, **sizes: object) -> list[LayoutMap]:
+        return list(map(_without_bias, layouts))
+
+    monkeypatch.setattr("refdelta.vllm.trace.trace_config_ranks", traced)
+    monkeypatch.setattr("refdelta.cli.layout._has_vllm", lambda: True)
+    assert run(["layout", str(path), "--tp", "2", *asked, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    (finding,) = found["findings"]
+    assert BIAS in finding
+    assert {(one["rank"], one["kind"], one["name"]) for one in found["differences"]} == {
+        (rank, kind, BIAS) for rank in (0, 1) for kind in ("params", "regions")
+    }
+    assert run(["layout", str(path), "--tp", "2", *asked]) == 1
+    *_, line, last = capsys.readouterr().out.splitlines()
+    assert line == finding
+    assert last == "rules and vLLM differ: not proven: 1 findings, 4 differences"
+    assert run(["layout", str(path), "--tp", "2", "--source", "rules"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("; vLLM was not asked")
+
+
+def test_where_vllm_cannot_trace_the_rules_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who did not ask for vLLM is told why it was asked."""
+
+    def traced(path: object, **sizes: object) -> list[LayoutMap]:
+        raise DeltaError(Reason.UNSUPPORTED_ENGINE, "layout: no such model")
+
+    monkeypatch.setattr("refdelta.vllm.trace.trace_config_ranks", traced)
+    monkeypatch.setattr("refdelta.cli.layout._has_vllm", lambda: True)
+    assert run(["layout", str(QWEN)]) == 2
+    assert "--source rules" in capsys.readouterr().err
+    assert run(["layout", str(QWEN), "--source", "both"]) == 2
+    assert "--source rules" not in capsys.readouterr().err
 
 
 def _swapped(text: str) -> str:

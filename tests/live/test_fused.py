@@ -16,10 +16,10 @@ from tests.live.rig import Engine, running
 from tests.live.test_versions import halves
 
 
-def grouped_with_biases(directory: Path) -> Checkpoint:
+def grouped_with_biases(directory: Path, without: str = "o_proj.bias") -> Checkpoint:
     """A Qwen3 with biases on q, k and v and one kv head for four heads: both ranks hold all of k and v.
 
-    vLLM's Qwen3 has no bias on o, which is left out of the files.
+    vLLM's Qwen3 has no bias on o, which is left out of the files (what ends in ``without``).
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -38,7 +38,7 @@ def grouped_with_biases(directory: Path) -> Checkpoint:
     )
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     (weights,) = directory.glob("*.safetensors")
-    names = [name for name in load_file(weights) if not name.endswith("o_proj.bias")]
+    names = [name for name in load_file(weights) if not without or not name.endswith(without)]
     shapes = {name: load_file(weights)[name].shape for name in names}
     state = {name: checkpoints.random_tensor(name, shape) for name, shape in shapes.items()}
     weights.unlink()
