@@ -52,14 +52,14 @@ def prove(model: nn.Module, checkpoint_dir: Path, ranks: RankGroup) -> Proved:
         infos = checkpoint.infos()
         with as_loaded(model):
             layout = trace_model(model, {name: (info.shape, info.dtype) for name, info in infos.items()})
-        attestation = attest(runtime_tensors(model), layout, checkpoint, places)
+        attestation = attest(model, layout, checkpoint, places)
         _refuse_experts(attestation, places, ranks)
         boxes = [json.loads(text) for text in ranks.gather(json.dumps(boxes_by_source(layout)))]
         refused = _refused_anywhere(layout, attestation, boxes, ranks)
         standings = verdicts(model, layout, attestation, places, packed=())
         _log(layout, attestation, standings, refused, ranks)
         moved = {name: place for name, place in places.items() if isinstance(place, PositionMap)}
-        target = Target(layout, attestation, refused, moved, standings, model)
+        target = Target(layout, attestation, refused, moved, standings)
         shares = Shares.of(layout, moved, census(layout, boxes, ranks.rank, refused))
         shares = shares.with_values(shares.measured(runtime_tensors(model)))
         return Proved(target, shares, _ledger(shares, checkpoint, ranks))

@@ -44,8 +44,11 @@ class Target:
     """Parameter -> where the elements went that were loaded into it, of those that the engine rearranged."""
     standings: Mapping[str, Standing] = field(default_factory=dict)
     """Runtime name, or dropped checkpoint tensor -> what became of it after loading."""
-    model: nn.Module = field(default_factory=nn.Module)
-    """The live model, for the modes that write through its loader."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The live model, for the modes that write through its loader."""
+        return self.attestation.model
 
     def validate(self, delta: Delta, *, whole: bool = True) -> None:
         """Raise `DeltaError` unless every patch has a proven place; of a whole delta tied names must agree too."""
@@ -58,9 +61,9 @@ class Target:
                 raise DeltaError(Reason.UNATTESTED, refusal, patch.name)
 
     def check_storage(self) -> None:
-        """Raise ``unattested`` where the engine has replaced the memory of a parameter that was proved."""
-        if moved := self.attestation.moved():
-            raise DeltaError(Reason.UNATTESTED, "the engine replaced this parameter's storage", moved[0])
+        """Raise ``unattested`` where the model holds other memory now than was proved."""
+        for name, why in self.attestation.moved().items():
+            raise DeltaError(Reason.UNATTESTED, why, name)
 
     def route(self, patch: TensorPatch, numbers: Sequence[int], regions: Sequence[Region]) -> list[Piece]:
         """Where a patch's elements stand in the live parameters, in O(changed), by region."""
