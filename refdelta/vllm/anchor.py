@@ -66,7 +66,7 @@ class AnchorUpdate:
     written: int = 0
     dropped: dict[str, str] = field(default_factory=dict)
     _done: list[int] = field(default_factory=list)
-    _cleared: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    _cleared: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
     """Parameter, positions and old values of padding that was not zero."""
     _values: Tensor | None = None
 
@@ -124,26 +124,27 @@ class AnchorUpdate:
         """Swap every box with the engine's, and read it back; clear what padding somebody has written to."""
         self.target.check_storage()
         for number, region in enumerate(self.target.layout.regions):
-            live, new = self.target.attestation.proved[region.param], self.held[number]
+            live, new = self.target.attestation.tensor(region.param), self.held[number]
             self.held[number] = self.before.held({region.param: live}, region).to("cpu", copy=True)
             self._done.append(number)
             self._put(live, region, new)
             self.written += region.numel
-        for live, places in self._padding():
+        for name, live, places in self._padding():
             old = bits.gather(live, places)
             if bits.bit_view(old).any():
-                self._cleared.append((live, places, old))
+                self._cleared.append((name, places, old))
                 bits.scatter_(live, places, torch.zeros_like(old))
 
     def undo(self) -> None:
         """Write the old values back, last written first."""
         while self._cleared:
-            bits.scatter_(*self._cleared[-1])
+            name, places, old = self._cleared[-1]
+            bits.scatter_(self.target.attestation.tensor(name), places, old)
             self._cleared.pop()
         while self._done:
             number = self._done[-1]
             region = self.target.layout.regions[number]
-            self._put(self.target.attestation.proved[region.param], region, self.held[number])
+            self._put(self.target.attestation.tensor(region.param), region, self.held[number])
             self._done.pop()
 
     def shares(self) -> Shares:
@@ -154,13 +155,13 @@ class AnchorUpdate:
         """Every block."""
         return list(range(len(self.before.blocks)))
 
-    def _padding(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each proved parameter's padding: the parameter, and flat positions in it. A fresh load leaves zeros there."""
-        for name, live in self.target.attestation.proved.items():
+    def _padding(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Each proved parameter's padding: name, tensor, and flat positions in it. A fresh load leaves zeros there."""
+        for name, live in self.target.attestation.live().items():
             if place := self.target.places.get(name):
-                yield live, place.unused(live.numel())
+                yield name, live, place.unused(live.numel())
             else:
-                yield from ((live, positions(box)) for box in self.target.layout.padding.get(name, ()))
+                yield from ((name, live, positions(box)) for box in self.target.layout.padding.get(name, ()))
 
     def _by_region(self) -> Iterator[tuple[int, Tensor]]:
         """(number, values) of every counted region; tied names hold what their partner holds."""

@@ -16,48 +16,80 @@ from torch import Tensor, nn
 
 from refdelta import bits
 from refdelta.layout_map import LayoutMap, Region
+from refdelta.spec import DeltaError, Reason
+from refdelta.vllm.memory import Memory, held_now
 from refdelta.vllm.position_map import PositionMap, positions
+from refdelta.vllm.trace import runtime_aliases, runtime_tensors
 
 __all__ = ["Attestation", "attest", "held_box", "packed_layers", "said", "unlike"]
 
 
 @dataclass(frozen=True, slots=True)
 class Attestation:
-    """What was proved about each runtime parameter of this rank."""
+    """What was proved about each runtime parameter of this rank; it holds no tensor, and looks each one up."""
 
-    proved: Mapping[str, Tensor]
-    """Parameter -> its live tensor, for those that equal the checkpoint on every mapped element."""
+    model: nn.Module
+    proved: Mapping[str, Memory]
+    """Parameter -> the memory that equalled the checkpoint on every mapped element."""
     failed: Mapping[str, str]
     """Parameter -> why it must not be written in place."""
     unproven: tuple[str, ...] = ()
     """Checkpoint tensors that equal bytes make indistinguishable (a constant tensor, or two equal ones): they match,
     but a swap would match too."""
-    addresses: Mapping[str, int] = field(default_factory=dict)
-    """Parameter -> ``data_ptr`` at attestation; a later difference means that the engine replaced its storage."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further name of a proved parameter -> its name here."""
 
-    def moved(self) -> list[str]:
-        """Parameters whose storage is no longer the one that was attested."""
-        return [name for name, tensor in self.proved.items() if tensor.data_ptr() != self.addresses[name]]
+    def tensor(self, name: str) -> Tensor:
+        """What the model holds under a name now. Raises `DeltaError` (``unattested``) where it holds nothing."""
+        found = held_now(self.model, name)
+        if found is None:
+            raise DeltaError(Reason.UNATTESTED, _GONE, name)
+        return found
+
+    def live(self) -> dict[str, Tensor]:
+        """Every proved parameter as the model holds it now; without those that it holds no more."""
+        found = {name: held_now(self.model, name) for name in self.proved}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def moved(self) -> dict[str, str]:
+        """Proved parameter -> why what the model holds now, under any of its names, is not what was proved."""
+        names = [(name, name) for name in self.proved] + list(self.aliases.items())
+        found: dict[str, str] = {}
+        for name, first in names:
+            if why := _moved(self.proved[first], held_now(self.model, name)):
+                found.setdefault(first, why if name == first else f"as {name}: {why}")
+        return found
+
+
+_GONE = "the model holds no tensor of this name any more"
+
+
+def _moved(proved: Memory, held: Tensor | None) -> str | None:
+    if held is None:
+        return _GONE
+    return None if Memory.of(held) == proved else "the engine replaced its memory after it was proved"
 
 
 def attest(
-    live: Mapping[str, Tensor],
+    model: nn.Module,
     layout: LayoutMap,
     checkpoint: Mapping[str, Tensor],
     places: Mapping[str, PositionMap | str] | None = None,
 ) -> Attestation:
-    """Compare every mapped box of the live tensors with the checkpoint, bit for bit.
+    """Compare every mapped box of the live parameters and buffers with the checkpoint, bit for bit.
 
     Args:
-        live: runtime parameter or buffer name -> live tensor on this rank.
+        model: the live model of this rank.
         layout: the traced map of this rank.
         checkpoint: checkpoint tensor name -> tensor on the CPU; read one at a time.
         places: parameter -> where its elements went after loading (what none went to must be zero), or why that cannot
             be told. By default, and for other parameters: they stand where they were loaded.
     """
+    live = {name: now for name in runtime_tensors(model) if (now := held_now(model, name)) is not None}
     moved = {param: place for param, place in (places or {}).items() if isinstance(place, PositionMap)}
     report = layout.check()
     failed = {name: f"{count} elements are covered by no checkpoint tensor" for name, count in report.uncovered.items()}
+    failed |= {name: _GONE for name in layout.params if name not in live}
     failed |= {name: f"written by both {a} and {b}" for name, a, b in report.overlapping}
     failed |= {
         param: f"{unlike(layout.sources[source].dtype, layout.params[param].dtype)} ({source})"
@@ -65,7 +97,7 @@ def attest(
     }
     failed |= {param: f"{source} leaves the parameter" for source, param in report.out_of_bounds}
     failed |= {param: place for param, place in (places or {}).items() if isinstance(place, str)}
-    failed |= {param: fault for param, place in moved.items() if (fault := place.fault(live[param]))}
+    failed |= {param: fault for param, place in moved.items() if param in live and (fault := place.fault(live[param]))}
     look_alikes: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for source, regions in _by_source(layout).items():
         tensor = checkpoint[source]
@@ -76,13 +108,9 @@ def attest(
             if finding := held if isinstance(held, str) else _mismatch(held, region, tensor):
                 failed[region.param] = finding
         look_alikes[_fingerprint(tensor)].append(source)
-    proved = {name: live[name] for name in layout.params if name not in failed and name in live}
-    return Attestation(
-        proved=proved,
-        failed=failed,
-        unproven=tuple(sorted(_unproven(look_alikes))),
-        addresses={name: tensor.data_ptr() for name, tensor in proved.items()},
-    )
+    proved = {name: Memory.of(live[name]) for name in layout.params if name not in failed}
+    aliases = {alias: name for alias, name in runtime_aliases(model).items() if name in proved}
+    return Attestation(model, proved, failed, tuple(sorted(_unproven(look_alikes))), aliases)
 
 
 def unlike(files: torch.dtype, engine: torch.dtype) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,6 +39,8 @@ from refdelta.vllm.update import Update
 __all__ = ["DeltaInitInfo", "DeltaSnapshotEngine", "DeltaUpdateInfo"]
 
 logger = init_logger("vllm.refdelta")  # under vLLM's logger, so that its handlers show it
+
+_RESTART = "nothing is known of what reads it: restart the engine"
 
 
 @dataclass
@@ -102,6 +104,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         self.session: Session | None = None
         self._sessions = 0
         self._fence: str | None = None
+        self._served = model
         self._unaudited: str | None = None
         self._cursors = (0, 0)
         self._last: Last | None = None
@@ -197,6 +200,10 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
 
     # --- the state that is held ---
 
+    def serves(self, model: nn.Module) -> None:
+        """Told before each call: which model the worker runs now."""
+        self._served = model
+
     def status(self) -> dict[str, Any]:
         """What this rank knows, as plain values; equal on every rank but for ``rank``, ``written`` and times."""
         error = self._error
@@ -221,7 +228,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
     def audit(self) -> dict[str, Any]:
         """Hold every block of this rank against its digest. A mismatch on any rank fences the engine."""
         found = self._audit()
-        elements = self.shares.elements(self.shares.auditable)
+        elements = self.shares.elements(self._readable(self._moved()))
         unmapped = dict(self.ledger.unmapped)
         return {"rank": self.ranks.rank, "elements": elements, "mismatched": found or {}, "unmapped": unmapped}
 
@@ -230,17 +237,38 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         found: dict[str, str] = {}
 
         def look() -> Told:
-            found.update(self.shares.differing(self.target.attestation.proved, self.shares.auditable))
+            moved = self._moved()
+            differing = self.shares.differing(self.target.attestation.live(), self._readable(moved))
+            found.update({name: f"{where} changed without an update" for name, where in differing.items()})
+            found.update(moved)
             return Told(None, found)
 
         told = self._step("audit", look)
         if told is None:
             return None
         self._unaudited = None
-        for rank, other in enumerate(told):
-            for name, where in other.items():
-                self._fence = self._fence or f"audit: rank {rank}: {name}: {where} changed without an update"
+        self._fence_off("audit", told)
         return found
+
+    def _moved(self) -> dict[str, str]:
+        """Runtime parameter -> why what this rank serves under its name is not what was proved."""
+        if self._served is not self.target.model:
+            return dict.fromkeys(self.target.attestation.proved, f"the worker serves another model object; {_RESTART}")
+        return {name: f"{why}; {_RESTART}" for name, why in self.target.attestation.moved().items()}
+
+    def _readable(self, moved: Mapping[str, str]) -> list[int]:
+        """Blocks that an audit reads, by number."""
+        return [number for number in self.shares.auditable if self.shares.blocks[number].param not in moved]
+
+    def _check_memory(self) -> None:
+        for name, why in self._moved().items():
+            raise DeltaError(Reason.UNATTESTED, why, name)
+
+    def _fence_off(self, step: str, told: Sequence[Mapping[str, str]]) -> None:
+        """What any rank has found lets the engine take nothing but an anchor, or, of other memory, nothing at all."""
+        for rank, found in enumerate(told):
+            for name, why in found.items():
+                self._fence = self._fence or f"{step}: rank {rank}: {name}: {why}"
 
     def base_lost(self, why: str) -> None:
         """The weights are no longer those of the ledger: refuse deltas until an anchor."""
@@ -274,6 +302,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
 
     def _stage(self, update_info: Any) -> list[int | str]:
         session = self._opened()
+        self._check_memory()
         info = _parsed(self.parse_update_info, update_info)
         session.options = session.options.with_(vars(info))
         session.sources.append(info.target_weights_path)
@@ -288,6 +317,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
 
     def _prepare(self) -> Told:
         session = self._opened()
+        self._check_memory()
         update = session.prepared()
         with session.timed("prepare"):
             told = update.prepare() if update else {}
@@ -296,6 +326,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
     def _write(self, session: Session, update: Update) -> None:
         with session.timed("write"):
             update.write()
+            self._check_memory()  # a loader may replace what it writes
         with session.timed("audit"):
             self._check(session, update)
 
@@ -304,7 +335,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         after, budget = update.shares(), self.options.audit_budget(update.changed)
         numbers, self._cursors = after.rota(update.touched(), budget, self._cursors, whole=update.audit_whole)
         session.audited = after.elements(numbers)
-        for name, where in after.differing(self.target.attestation.proved, numbers).items():
+        for name, where in after.differing(self.target.attestation.live(), numbers).items():
             raise DeltaError(Reason.DIGEST_MISMATCH, f"{where} is not what the engine's digest says", name)
 
     def _commit(self, session: Session, update: Update, ledger: Ledger) -> None:
@@ -323,8 +354,15 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
             return self.ranks.together(name, action)
         except StepFailed as failure:
             self.session = None
+            if failure.reason is Reason.UNATTESTED:
+                self._look_for_moved()
             self._raise(failure)
             return None
+
+    def _look_for_moved(self) -> None:
+        """Fence the engine where the refusal was for memory that some rank has replaced, not for a tensor alone."""
+        told = self._step("memory", lambda: Told(None, self._moved()))
+        self._fence_off("memory", told or [])
 
     def _raise(self, failure: StepFailed) -> None:
         follows = failure.reason is Reason.NO_SESSION and self._unopened
@@ -341,6 +379,8 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
             _end_engine(f"{failure}; then {second}")
         if failure.reason is Reason.DIGEST_MISMATCH:
             self._audit()  # what differs without an update fences the engine
+        if failure.reason is Reason.UNATTESTED:
+            self._look_for_moved()
 
 
 def _of_rank(update_info: Any, rank: int) -> Any:

@@ -265,6 +265,7 @@ def _for_this_backend(original: _Original, replacement: _Replacement) -> _Origin
         engine = worker.weight_transfer_engine
         if not isinstance(engine, DeltaSnapshotEngine):
             return original(worker, *args, **kwargs)
+        engine.serves(worker.get_model())
         try:
             return replacement(worker, engine, original, *args, **kwargs)
         finally:
@@ -292,6 +293,7 @@ def _added(call: Callable[[DeltaSnapshotEngine], Any]) -> _Original:
 
     def method(worker: Any) -> Any:
         engine = worker.weight_transfer_engine
+        engine.serves(worker.get_model())
         try:
             return call(engine)
         finally:

@@ -49,11 +49,14 @@ class LoadedUpdate(DeltaUpdate):
             self.written += len(piece.indices)
 
     def undo(self) -> None:
-        """Put the copies back."""
+        """Put the copies back, into what the model holds now. Raises `DeltaError` (``write_failed``) if it cannot."""
         for param in list(self._copies):
-            tensor = self._tensor(param)
+            tensor, old = self._tensor(param), self._copies[param]
+            if (tensor.shape, tensor.dtype) != (old.shape, old.dtype):
+                detail = f"{param}: vLLM's loader left {tensor.dtype} {list(tensor.shape)} in its place"
+                raise DeltaError(Reason.WRITE_FAILED, detail)
             with torch.inference_mode(tensor.is_inference()):
-                bits.bit_view(tensor).copy_(bits.bit_view(self._copies[param]))
+                bits.bit_view(tensor).copy_(bits.bit_view(old))
             del self._copies[param]
 
     def touched(self) -> list[int]:
@@ -72,7 +75,7 @@ class LoadedUpdate(DeltaUpdate):
         """The patched tensor, of which only what this rank holds is right; the rest is zero."""
         full = torch.zeros(patch.shape, dtype=patch.dtype)
         for region in self.target.layout.regions_of(patch.name):
-            held = self.before.held(self.target.attestation.proved, region)
+            held = self.before.held({region.param: self._tensor(region.param)}, region)
             bits.bit_view(region.source_box.view(full)).copy_(bits.bit_view(held))
         bits.scatter_(full, patch.indices.cpu(), patch.values.cpu())
         return full

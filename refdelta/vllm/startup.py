@@ -57,7 +57,7 @@ def prove(model: nn.Module, files: LoadedFiles, ranks: RankGroup) -> Proved:
         infos = checkpoint.infos()
         with as_loaded(model):
             layout = trace_model(model, {name: (info.shape, info.dtype) for name, info in infos.items()})
-        attestation = attest(runtime_tensors(model), layout, checkpoint, places)
+        attestation = attest(model, layout, checkpoint, places)
         boxes = [json.loads(text) for text in ranks.gather(json.dumps(boxes_by_source(layout)))]
         refused = _refused_anywhere(layout, attestation, boxes, ranks)
         _refuse_useless(layout, refused, boxes)
@@ -66,7 +66,7 @@ def prove(model: nn.Module, files: LoadedFiles, ranks: RankGroup) -> Proved:
         unmapped = _unmapped(layout, checkpoint, files, ranks)
         _log(layout, attestation, standings, refused, unmapped, ranks)
         moved = {name: place for name, place in places.items() if isinstance(place, PositionMap)}
-        target = Target(layout, attestation, refused, moved, standings, model, opened=files.at, unmapped=unmapped)
+        target = Target(layout, attestation, refused, moved, standings, opened=files.at, unmapped=unmapped)
         shares = Shares.of(layout, moved, census(layout, boxes, ranks.rank, refused))
         shares = shares.with_values(shares.measured(runtime_tensors(model)))
         return Proved(target, shares, _ledger(shares, checkpoint, unmapped, ranks))

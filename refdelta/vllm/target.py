@@ -47,12 +47,15 @@ class Target:
     """Parameter -> where the elements went that were loaded into it, of those that the engine rearranged."""
     standings: Mapping[str, Standing] = field(default_factory=dict)
     """Runtime name, or dropped checkpoint tensor -> what became of it after loading."""
-    model: nn.Module = field(default_factory=nn.Module)
-    """The live model, for the modes that write through its loader."""
     opened: Callable[[Path], Checkpoint] = Checkpoint
     """Opens an anchor."""
     unmapped: Unmapped = field(default_factory=Unmapped)
     """What the engine leaves out without a reason."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The live model, for the modes that write through its loader."""
+        return self.attestation.model
 
     def not_held(self, names: Iterable[str]) -> dict[str, str]:
         """Checkpoint tensor -> why this rank does not hold it, for those of ``names`` that it does not."""
@@ -74,9 +77,9 @@ class Target:
                 raise DeltaError(Reason.UNATTESTED, refusal, patch.name)
 
     def check_storage(self) -> None:
-        """Raise ``unattested`` where the engine has replaced the memory of a parameter that was proved."""
-        if moved := self.attestation.moved():
-            raise DeltaError(Reason.UNATTESTED, "the engine replaced this parameter's storage", moved[0])
+        """Raise ``unattested`` where the model holds other memory now than was proved."""
+        for name, why in self.attestation.moved().items():
+            raise DeltaError(Reason.UNATTESTED, why, name)
 
     def route(self, patch: TensorPatch, numbers: Sequence[int], regions: Sequence[Region]) -> list[Piece]:
         """Where a patch's elements stand in the live parameters, in O(changed), by region."""

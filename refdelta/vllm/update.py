@@ -142,7 +142,7 @@ class DeltaUpdate:
         return bits.gather(self._tensor(piece.param), piece.indices)
 
     def _tensor(self, param: str) -> Tensor:
-        return self.target.attestation.proved[param]
+        return self.target.attestation.tensor(param)
 
 
 def _route(target: Target, shares: Shares, patch: TensorPatch) -> list[Piece]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +18,14 @@ from refdelta.layout_map import LayoutMap
 from refdelta.spec import Delta
 from refdelta.vllm.attest import Attestation
 from refdelta.vllm.ledger import Ledger
+from refdelta.vllm.memory import Memory
+from refdelta.vllm.options import Options
+from refdelta.vllm.ranks import RankGroup
 from refdelta.vllm.shares import Shares, boxes_by_source, census, header_sum
 from refdelta.vllm.target import Target
 from refdelta.vllm.unmapped import Unmapped, accounts, find
 from refdelta.vllm.update import DeltaUpdate
+from tests.engine.modules import module_of
 from tests.layout.dense import Rank, lay_out
 from tests.layout.models import Engine
 
@@ -59,7 +64,13 @@ class Simulated:
         opened = partial(Checkpoint, files) if files else None
         unmapped = Unmapped(reasons, {name: _number(name, state[name]) for name in reasons}, opened)
         targets = [
-            Target(layout, _proof(proved), {}, unmapped=unmapped) for layout, proved in zip(layouts, live, strict=True)
+            Target(
+                layout,
+                Attestation(module_of(held), {n: Memory.of(t) for n, t in held.items()}, {}),
+                {},
+                unmapped=unmapped,
+            )
+            for layout, held in zip(layouts, live, strict=True)
         ]
         return cls(engine, live, targets, shares, _ledger(shares, state, unmapped))
 
@@ -80,6 +91,19 @@ class Simulated:
     def measured(self) -> list[list[int]]:
         """Every rank's digests of its blocks as they are in memory."""
         return [shares.measured(live).tolist() for shares, live in zip(self.shares, self.live, strict=True)]
+
+
+def backend_of(simulated: Simulated, rank: int = 0) -> Any:
+    """The backend on one of the ranks, alone, as it is after the start of an engine. It imports vLLM."""
+    from refdelta.vllm.backend import DeltaSnapshotEngine, DeltaUpdateInfo
+
+    made: Any = object.__new__(DeltaSnapshotEngine)
+    known = {"target": simulated.targets[rank], "shares": simulated.shares[rank], "ledger": simulated.ledger}
+    unset = {"session": None, "_fence": None, "_unaudited": None, "_last": None, "_error": None, "_unopened": False}
+    vars(made).update(known, **unset, options=Options(), ranks=RankGroup(), _sessions=0, _cursors=(0, 0))
+    made.serves(simulated.targets[rank].model)
+    made.parse_update_info = lambda info: DeltaUpdateInfo(**info)
+    return made
 
 
 def held(engine: Engine, state: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:

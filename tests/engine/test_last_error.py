@@ -11,9 +11,7 @@ import torch
 
 from refdelta import Delta, TensorPatch, write_delta
 from refdelta.spec import DeltaError, Reason
-from refdelta.vllm.options import Options
-from refdelta.vllm.ranks import RankGroup
-from tests.engine.simulated import Simulated, state_of
+from tests.engine.simulated import Simulated, backend_of, state_of
 from tests.layout.models import QWEN3, Engine
 
 pytest.importorskip("vllm", reason="the backend imports vLLM")
@@ -22,16 +20,8 @@ pytest.importorskip("vllm", reason="the backend imports vLLM")
 @pytest.fixture
 def backend() -> Any:
     """The backend as it is after the start of an engine, on a simulated rank."""
-    from refdelta.vllm.backend import DeltaSnapshotEngine, DeltaUpdateInfo
-
     engine = Engine(QWEN3)
-    simulated = Simulated.of(engine, state_of(engine.rules(0), 1))
-    made: Any = object.__new__(DeltaSnapshotEngine)
-    held = {"target": simulated.targets[0], "shares": simulated.shares[0], "ledger": simulated.ledger}
-    unset = {"session": None, "_fence": None, "_unaudited": None, "_last": None, "_error": None, "_unopened": False}
-    vars(made).update(held, **unset, options=Options(), ranks=RankGroup(), _sessions=0, _cursors=(0, 0))
-    made.parse_update_info = lambda info: DeltaUpdateInfo(**info)
-    return made
+    return backend_of(Simulated.of(engine, state_of(engine.rules(0), 1)))
 
 
 def good(tmp_path: Path) -> dict[str, str]:

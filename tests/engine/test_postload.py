@@ -218,32 +218,30 @@ CHECKPOINT = {
 def test_a_rearranged_parameter_is_attested_through_its_map() -> None:
     """All bits where the map puts them; one wrong bit, or one in the padding, fails it."""
     model = Model(packed(CHECKPOINT), CHECKPOINT["p"].clone())
-    live = dict(model.named_parameters())
-    assert "its shape is [2, 3, 8]" in attest(live, layout(), CHECKPOINT).failed["experts"]
-    found = attest(live, layout(), CHECKPOINT, {"experts": PLACES})
+    assert "its shape is [2, 3, 8]" in attest(model, layout(), CHECKPOINT).failed["experts"]
+    found = attest(model, layout(), CHECKPOINT, {"experts": PLACES})
     assert sorted(found.proved) == ["experts", "plain"]
     for position, why in ((PLACES(torch.tensor([17])), "e1"), (torch.tensor([8]), "padding")):
         model.experts.data.view(torch.int16).view(-1)[position] ^= 1
-        assert why in attest(live, layout(), CHECKPOINT, {"experts": PLACES}).failed["experts"]
+        assert why in attest(model, layout(), CHECKPOINT, {"experts": PLACES}).failed["experts"]
         model.experts.data.view(torch.int16).view(-1)[position] ^= 1
     swapped = PositionMap.fitted(PLACES(torch.arange(30)).view(SHAPE).flip(0))
-    assert "e0" in attest(live, layout(), CHECKPOINT, {"experts": swapped}).failed["experts"]
+    assert "e0" in attest(model, layout(), CHECKPOINT, {"experts": swapped}).failed["experts"]
 
 
 def test_without_a_map_a_parameter_is_refused_even_where_its_bits_agree() -> None:
     """Constant experts look alike in any order, so bits alone must not prove them."""
     zeros = {name: torch.zeros_like(tensor) for name, tensor in CHECKPOINT.items()}
     model = Model(torch.zeros(SHAPE, dtype=BF16), zeros["p"])
-    live = dict(model.named_parameters())
-    assert "experts" in attest(live, layout(), zeros).proved
-    assert attest(live, layout(), zeros, {"experts": "mixed"}).failed["experts"] == "mixed"
+    assert "experts" in attest(model, layout(), zeros).proved
+    assert attest(model, layout(), zeros, {"experts": "mixed"}).failed["experts"] == "mixed"
 
 
 def test_verdicts() -> None:
     """One for every name, with its evidence."""
     model = Model(packed(CHECKPOINT), CHECKPOINT["p"].clone())
     places: dict[str, PositionMap | str] = {"experts": PLACES}
-    attestation = attest(dict(model.named_parameters()), layout(), CHECKPOINT, places)
+    attestation = attest(model, layout(), CHECKPOINT, places)
     found = verdicts(model, layout(), attestation, places, packed=())
     assert {name: standing.verdict for name, standing in found.items()} == {
         "experts": Verdict.PERMUTED,
@@ -255,18 +253,18 @@ def test_verdicts() -> None:
     }
     assert "10 numbers" in found["experts"].evidence
     refused: dict[str, PositionMap | str] = {"experts": "sums of its elements"}
-    attestation = attest(dict(model.named_parameters()), layout(), CHECKPOINT, refused)
+    attestation = attest(model, layout(), CHECKPOINT, refused)
     standing = verdicts(model, layout(), attestation, refused, packed=())["experts"]
     assert (standing.verdict, standing.evidence) == (Verdict.DERIVED, "sums of its elements")
     identity: dict[str, PositionMap | str] = {"plain": PositionMap.fitted(torch.arange(12).view(4, 3))}
-    attestation = attest(dict(model.named_parameters()), layout(), CHECKPOINT, identity)
+    attestation = attest(model, layout(), CHECKPOINT, identity)
     assert verdicts(model, layout(), attestation, identity, packed=())["plain"].verdict is Verdict.PLAIN
 
 
 def test_routing_through_places_equals_laying_out_and_packing() -> None:
     """A patch written at routed positions, against the changed tensor packed whole; O(changed) positions."""
     model = Model(packed(CHECKPOINT), CHECKPOINT["p"].clone())
-    attestation = attest(dict(model.named_parameters()), layout(), CHECKPOINT, {"experts": PLACES})
+    attestation = attest(model, layout(), CHECKPOINT, {"experts": PLACES})
     target = Target(layout(), attestation, {}, {"experts": PLACES})
     after = dict(CHECKPOINT)
     after["e1"] = CHECKPOINT["e1"].clone()

@@ -120,12 +120,17 @@ class Engine:
 
 
 @contextmanager
-def running(checkpoint: Checkpoint, tp: int, tmp: Path, **arguments: Any) -> Iterator[Engine]:
-    """An engine on ``checkpoint`` whose encoder stands at version 0 of ``run``; further arguments are ``LLM``'s."""
+def running(
+    checkpoint: Checkpoint, tp: int, tmp: Path, *, modules: Sequence[str] = (), **arguments: Any
+) -> Iterator[Engine]:
+    """An engine on ``checkpoint`` whose encoder stands at version 0 of ``run``; further arguments are ``LLM``'s.
+
+    Every process of it imports ``modules`` too.
+    """
     state = checkpoints.load(checkpoint.directory)
     fault = tmp / "fault.json"
     fault.write_text("")
-    env = environment(plugins="refdelta", modules=("tests.live.faults",)) | {FAULT: str(fault)}
+    env = environment(plugins="refdelta", modules=("tests.live.faults", *modules)) | {FAULT: str(fault)}
     (tmp / "truth").mkdir()
     truths = Truths(tmp / "truth")
     try:

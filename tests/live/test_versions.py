@@ -98,6 +98,23 @@ def test_a_repeated_version_does_nothing_or_the_same_again(engine: Engine) -> No
     engine.holds(engine.state)
 
 
+@pytest.mark.parametrize("point", ["write", "after_write", "audit"])
+def test_a_version_whose_write_fails_is_not_taken(engine: Engine, point: str) -> None:
+    """On one rank, after the other has written: no rank says the new version, and the next attempt is no repetition."""
+    before, target = engine.dump(), engine.next(point)
+    delta = engine.encoder.encode(target)
+    engine.fault.write_text(json.dumps({"point": point, "ranks": [1], "call": 5 if point == "write" else 1}))
+    error = engine.sync(engine.write(delta))
+    engine.fault.write_text("")
+    assert error is not None
+    assert f"injected at {point}" in error
+    engine.is_current()
+    assert engine.dump() == before
+    engine.accepts(target, delta)
+    assert engine.host.call("rpc", method="refdelta_status")[0]["last_update"]["written"] > 0
+    assert engine.dump() != before
+
+
 def halves(delta: Delta) -> list[Delta]:
     """Two parts: the even patches and the odd ones."""
     assert delta.lineage is not None
@@ -231,7 +248,7 @@ def test_an_anchor_that_fails_in_the_middle_is_undone(engine: Engine, monkeypatc
     """On one rank after many boxes were written; all ranks have the old weights again."""
     before = engine.dump()
     engine.fault.write_text(json.dumps({"point": "anchor", "ranks": [1], "call": 9}))
-    error = engine.sync(engine.anchor(engine.next("interrupted")))
+    error = engine.sync(engine.anchor(engine.next("interrupted")), run_id=engine.encoder.run_id, version=99)
     engine.fault.write_text("")
     assert error is not None
     assert "injected at anchor" in error

@@ -30,14 +30,14 @@ def _traced(model: Any, directory: Path) -> dict[str, object]:
     from refdelta.vllm.experts import as_loaded
     from refdelta.vllm.position_map import PositionMap
     from refdelta.vllm.postload import recover_permutations, verdicts
-    from refdelta.vllm.trace import runtime_tensors, trace_model
+    from refdelta.vllm.trace import trace_model
 
     places = recover_permutations(model)
     with Checkpoint(directory) as checkpoint:
         infos = checkpoint.infos()
         with as_loaded(model):
             layout = trace_model(model, {name: (info.shape, info.dtype) for name, info in infos.items()})
-        attestation = attest(runtime_tensors(model), layout, checkpoint, places)
+        attestation = attest(model, layout, checkpoint, places)
     standings = verdicts(model, layout, attestation, places, packed_layers(model))
     maps = {param: place for param, place in places.items() if isinstance(place, PositionMap)}
     return {
