@@ -136,8 +136,9 @@ def _checked(config: pytest.Config) -> Options:
         _seconds(given["exec-timeout"]),
         _levels(config.getoption("--level"), engine),
         _xfails(config.getoption("--xfails-file"), directory),
-        *(_file(config.getoption(name), directory, name) for name in ("--report", "--html")),
-        rows=_rows(given["row"]),
+        _file(config.getoption("--report"), directory, "--report"),
+        _file(config.getoption("--html"), directory, "--html"),
+        _rows(given["row"]),
     )
 
 

@@ -132,8 +132,8 @@ def _checked(answer: Any, rank: int) -> dict[str, Any]:
     keys = (*_AGREED, "last_error", "last_update")
     if not _is_rank(answer, rank) or any(key not in answer for key in keys):
         raise unexpected("refdelta_status", f"rank {rank} answered {answer}")
-    kinds = {"version": int | None, "verified": bool, **dict.fromkeys(("unmapped", "refused"), dict)}
-    kinds |= dict.fromkeys(_TEXTS, str | None)
+    text = dict.fromkeys(_TEXTS, str | None)
+    kinds = {"version": int | None, "verified": bool, "unmapped": dict, "refused": dict, **text}
     if not all(isinstance(answer[key], kind) for key, kind in kinds.items()):
         raise unexpected("refdelta_status", f"rank {rank} answered {answer}")
     found: dict[str, Any] = answer

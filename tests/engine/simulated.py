@@ -114,10 +114,6 @@ def held(engine: Engine, state: Mapping[str, Tensor], rank: int) -> dict[str, Te
     return {name: found[name] for name in engine.rules(rank).params}
 
 
-def _proof(live: dict[str, Tensor]) -> Attestation:
-    return Attestation(live, {}, addresses={name: tensor.data_ptr() for name, tensor in live.items()})
-
-
 def _number(name: str, tensor: Tensor) -> int:
     return digest.parse(digest.tensor_digest(name, tensor))
 
