@@ -141,6 +141,7 @@ def test_numpy_example_borrows_nothing() -> None:
 
 
 @node
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_node_example_passes_the_levels_that_it_declares(tmp_path: Path) -> None:
     engine, profile = "exec:node codec.mjs", "--hypothesis-profile=smoke"
