@@ -54,7 +54,11 @@ CASES = (
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.mutant)
+@pytest.mark.parametrize(
+    "case",
+    [CASES[0], *(pytest.param(case, marks=pytest.mark.nightly) for case in CASES[1:])],
+    ids=lambda case: case.mutant,
+)
 def test_a_mutant_by_option_is_reported(case: Caught, tmp_path: Path) -> None:
     node, place = f"conformance/{case.node}", f"conformance.mutants.live:{case.mutant}"
     command = [sys.executable, "-m", "pytest", node, "--engine", "vllm", "--mutant", place]
