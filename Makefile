@@ -5,7 +5,7 @@
 #   make setup INSTALLER=pip            even where uv can be had
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test conformance lint clean side-by-side tests-live tests-other
+.PHONY: help setup test nightly conformance lint clean side-by-side tests-live tests-other
 ifneq ($(MAKECMDGOALS),side-by-side)
 .NOTPARALLEL:
 endif
@@ -29,12 +29,15 @@ lint: setup  ## ruff and mypy
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 
-test: lint  ## everything but the live conformance run
+# Tests marked so are left to `make nightly`.
+QUICK := -m "not nightly"
+
+test: lint  ## everything but the live conformance run and the nightly one
 ifeq ($(strip $(ARGS)),)
 	@echo "tests-other and tests-live run side by side; each prints what it said when it ends"
 	@$(MAKE) --no-print-directory -j2 -k --output-sync=target side-by-side
 else
-	$(RUN) pytest tests/ $(ARGS)
+	$(RUN) pytest tests/ $(QUICK) $(ARGS)
 	$(RUN) pytest conformance/ --engine reference
 endif
 
@@ -42,14 +45,17 @@ side-by-side: tests-live tests-other
 
 # Engines at work wait for each other much of the time; the rest fills the gaps.
 tests-live:
-	$(RUN) pytest tests/live
+	$(RUN) pytest tests/live $(QUICK)
 
 tests-other:
-	$(RUN) pytest tests/ --ignore tests/live
+	$(RUN) pytest tests/ --ignore tests/live $(QUICK)
 	$(RUN) pytest conformance/ --engine reference
 
 conformance: setup  ## the conformance suite against a live vLLM engine
 	$(RUN) pytest conformance/ --engine vllm $(ARGS)
+
+nightly: setup  ## what takes too long for each run; goes on where a killed run stopped, and writes docs/NIGHTLY.md
+	.venv/bin/python scripts/nightly.py $(ARGS)
 
 clean:  ## remove caches and build outputs; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

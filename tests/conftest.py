@@ -1,4 +1,7 @@
-"""Hypothesis profiles: `ci` repeats itself, `nightly` searches. Chosen with HYPOTHESIS_PROFILE."""
+"""Hypothesis profiles: `ci` repeats itself, `nightly` searches. Chosen with HYPOTHESIS_PROFILE.
+
+Tests marked `nightly` are left out by ``-m "not nightly"``, as `make test` does; how many they are is said.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,21 @@ settings.register_profile(
     max_examples=2000,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+LEFT_OUT: pytest.StashKey[int] = pytest.StashKey()
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that select
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[LEFT_OUT] = sum(item.get_closest_marker("nightly") is not None for item in items)
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    left_out = config.stash.get(LEFT_OUT, 0)
+    if config.getoption("-m") != "not nightly" or not left_out:
+        return []
+    return [f"{left_out} tests are left to the nightly run: make nightly"]
 
 
 def pytest_configure() -> None:

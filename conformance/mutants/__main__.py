@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from conformance import matrix
-from conformance.mutants import codec_run, own_run, report
+from conformance.mutants import ci, codec_run, own_run, report
 from conformance.mutants.beside import beside
 from conformance.mutants.cells import Judged, killed_by
 from conformance.mutants.registry import CODEC, EXAMPLES, LIVE, OWN, RUNS, SEEDS, Mutant, mutants
@@ -19,6 +19,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m conformance.mutants", description=__doc__)
     parser.add_argument("--kind", choices=[*RUNS, "router"], action="append", help="codec, live, own, or all routers")
     parser.add_argument("--only", action="append", metavar="ID", help="these mutants alone; repeat")
+    parser.add_argument("--ci", action="store_true", help="those of `conformance.mutants.ci` alone")
     parser.add_argument("--seeds", type=int, metavar="N", help="for every kind; by default 20 for codecs, 3 live")
     parser.add_argument("--quick", action="store_true", help="the test that must kill alone")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N")
@@ -40,6 +41,7 @@ def chosen(options: argparse.Namespace, stored: report.Result) -> list[Mutant]:
         for mutant in mutants()
         if (not options.kind or {mutant.run, mutant.kind} & {*options.kind})
         and (not options.only or mutant.name in options.only)
+        and not (options.ci and mutant.name not in ci.NAMES)
         and not (options.missing and mutant.name in stored.cells)
     ]
 
@@ -74,7 +76,7 @@ def run(wanted: Sequence[Mutant], options: argparse.Namespace, passed: set[str])
 def main(arguments: Sequence[str]) -> int:
     """Run, tell, and store where that is asked for: after each mutant, so that an ended run can go on."""
     options, began = _parsed(arguments), time.monotonic()
-    whole = not (options.kind or options.only or options.missing)
+    whole = not (options.kind or options.only or options.ci or options.missing)
     if whole and options.write:
         report.STORED.unlink(missing_ok=True)
     stored = report.Result.read()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from conformance import matrix
+from conformance.mutants import ci
 from conformance.mutants.cells import Cell, Cells, Judged, killed_by, to_json
 from conformance.mutants.checks import NEVER_ALONE, NOT_RUN
 from conformance.mutants.loaders import EDITS
@@ -124,6 +125,9 @@ def _head(result: Result, wanted: Sequence[Mutant], survivors: Sequence[str]) ->
 
 Made by `{COMMAND}`; not edited by hand. {len(wanted)} engines, each wrong in one way.
 Survivors: {", ".join(survivors) or "none"}.
+
+Each run of CI kills {len(ci.NAMES)} of them by name (`conformance/mutants/ci.py`: every part, check, row of live
+engines and kind of fault is stood for by one at least), the nightly run all.
 
 They stand for {count} kinds of faults that were seen in public; where a line has no fault, the mutant breaks an
 invariant of the format alone. Codecs ran under {SEEDS[CODEC]} seeds of Hypothesis, with {EXAMPLES} examples for each

@@ -477,6 +477,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert sorted(os.listdir(tmp_path)) == before
 
 
+@pytest.mark.nightly
 def test_memory_stays_within_one_tensor_the_delta_and_256_mib(tmp_path: Path) -> None:
     """What `scripts/memory_bound.py` shows on 2 GiB, on checkpoints that are larger than the bound leaves room for."""
     assert memory_bound.measure(tmp_path, mib=320, density_pct=1.0)

@@ -297,8 +297,12 @@ def calls_of_a_sync(http: Http) -> list[str]:
     return transport.calls
 
 
-def test_a_client_that_ends_between_any_two_calls(http: Http) -> None:
-    """At every call, before it is sent and after it was done unheard: a new client brings the engine back."""
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_client_that_ends_between_any_two_calls(http: Http, every: int) -> None:
+    """Before a call is sent and after it was done unheard: a new client brings the engine back.
+
+    At every call in the nightly run; else at every third, and on both sides of the one that writes.
+    """
     answers = {}
     for _ in range(2):
         answers[http.at()] = http.ask(salt=f"state {http.at()}")[1]
@@ -306,20 +310,25 @@ def test_a_client_that_ends_between_any_two_calls(http: Http) -> None:
     assert answers[0] != answers[1]
     calls = calls_of_a_sync(http)
     assert calls[-2:] == ["/resume", "/is_paused"]
-    changed = []
-    for number in range(len(calls)):
-        for unheard in (False, True):
-            before = http.at()
-            with pytest.raises(Killed):
-                http.client(Cut(number, unheard=unheard)).sync(http.delta(), kv="reset_prefix", weight_version="cut")
-            status = http.client().recover()
-            where = f"{'after' if unheard else 'before'} call {number}, {calls[number]}"
-            assert (status.paused, status.session, status.fence, status.ranks) == (False, None, None, 2), where
-            after = http.digests.index(str(status.digest))
-            assert http.ask()[1] == answers[after], where
-            changed.append(after != before)
     finish = calls.index("/finish_weight_update")
-    assert changed == [number > 2 * finish for number in range(2 * len(calls))], "old before finish was done, new after"
+    cuts = [
+        (number, unheard)
+        for number in range(len(calls))
+        for unheard in (False, True)
+        if (2 * number + unheard) % every == 0 or number == finish
+    ]
+    changed = []
+    for number, unheard in cuts:
+        before = http.at()
+        with pytest.raises(Killed):
+            http.client(Cut(number, unheard=unheard)).sync(http.delta(), kv="reset_prefix", weight_version="cut")
+        status = http.client().recover()
+        where = f"{'after' if unheard else 'before'} call {number}, {calls[number]}"
+        assert (status.paused, status.session, status.fence, status.ranks) == (False, None, None, 2), where
+        after = http.digests.index(str(status.digest))
+        assert http.ask()[1] == answers[after], where
+        changed.append(after != before)
+    assert changed == [cut > (finish, False) for cut in cuts], "old before finish was done, new after"
 
 
 @pytest.mark.parametrize("path", ["/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/resume"])

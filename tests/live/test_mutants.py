@@ -12,18 +12,21 @@ from pathlib import Path
 
 import pytest
 
+from conformance.mutants.ci import NAMES
 from conformance.mutants.registry import LIVE, mutants
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(1200)
-def test_every_mutant_is_killed_by_its_own_test() -> None:
-    command = [sys.executable, "-m", "conformance.mutants", "--kind", LIVE, "--quick", "--seeds", "1"]
+@pytest.mark.parametrize("which", [["--ci"], pytest.param([], marks=pytest.mark.nightly)], ids=["ci", "all"])
+def test_every_mutant_is_killed_by_its_own_test(which: list[str]) -> None:
+    command = [sys.executable, "-m", "conformance.mutants", "--kind", LIVE, "--quick", "--seeds", "1", *which]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1180, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     told = {line.partition(":")[0] for line in done.stdout.splitlines()}
-    assert {mutant.name for mutant in mutants(LIVE)} <= told
+    wanted = {mutant.name for mutant in mutants(LIVE)}
+    assert (wanted & NAMES if which else wanted) <= told
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,11 @@ CASES = (
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.mutant)
+@pytest.mark.parametrize(
+    "case",
+    [CASES[0], *(pytest.param(case, marks=pytest.mark.nightly) for case in CASES[1:])],
+    ids=lambda case: case.mutant,
+)
 def test_a_mutant_by_option_is_reported(case: Caught, tmp_path: Path) -> None:
     node, place = f"conformance/{case.node}", f"conformance.mutants.live:{case.mutant}"
     command = [sys.executable, "-m", "pytest", node, "--engine", "vllm", "--mutant", place]

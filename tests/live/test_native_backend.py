@@ -28,11 +28,24 @@ DECLINED = {("every_tensor", "qwen3-moe-tp1"): "experts", ("one_rank_fails", "qw
 """What is skipped, and the capability that it would need."""
 
 
+QUICK = ("qwen3-untied-tp1", "qwen3-untied-tp2")
+"""The rows of the quick profile; the nightly run has all of them."""
+
+
+@pytest.fixture(
+    scope="module", params=[QUICK, pytest.param(tuple(ROWS), marks=pytest.mark.nightly)], ids=["some", "all"]
+)
+def rows(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The rows to run."""
+    chosen: tuple[str, ...] = request.param
+    return chosen
+
+
 @pytest.fixture(scope="module")
-def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def document(rows: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The report of one run over the rows."""
     report = tmp_path_factory.mktemp("native") / "report.json"
-    nodes = [f"{SUITE}::test_{check}[{row}]" for row, checks in ROWS.items() for check in checks]
+    nodes = [f"{SUITE}::test_{check}[{row}]" for row in rows for check in ROWS[row]]
     backend = ["--backend", "native", "--plugin", "native_backend:register", "--update-info", '{"delta": "{path}"}']
     options = ["--engine", "vllm", *backend, "--report", str(report), "-q", "-p", "no:cacheprovider"]
     path = os.pathsep.join([str(SUITE.parents[1]), str(HOME)])
@@ -51,21 +64,23 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(900)
-def test_what_it_offers_passes(document: dict[str, Any]) -> None:
+def test_what_it_offers_passes(document: dict[str, Any], rows: tuple[str, ...]) -> None:
     outcomes: dict[tuple[str, str], str] = {}
     for test in document["tests"]:
         found = re.fullmatch(r"test_live\.py::test_(\w+)\[(.+)\]", test["id"])
         if found and test["outcome"] != "not run":
             outcomes[found[1], found[2]] = test["outcome"]
-    expected = {(check, row): "passed" for row, checks in ROWS.items() for check in checks}
-    assert outcomes == expected | dict.fromkeys(DECLINED, "skipped"), document["text"][-4000:]
+    expected = {
+        (check, row): "skipped" if (check, row) in DECLINED else "passed" for row in rows for check in ROWS[row]
+    }
+    assert outcomes == expected, document["text"][-4000:]
     assert document["code"] == 0
 
 
 @pytest.mark.timeout(900)
-def test_what_it_cannot_do_is_said(document: dict[str, Any]) -> None:
+def test_what_it_cannot_do_is_said(document: dict[str, Any], rows: tuple[str, ...]) -> None:
     """Skips name the capability; of the levels the one that needs a rollback is declined."""
-    for capability in DECLINED.values():
+    for capability in (DECLINED[case] for case in DECLINED if case[1] in rows):
         assert f"does not declare the capability {capability!r}" in document["text"]
     verdicts = {level["id"]: level["verdict"] for level in document["levels"]}
     assert verdicts["transactional"] == verdicts["served"] == "declined"

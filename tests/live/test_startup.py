@@ -20,14 +20,22 @@ from refdelta.spec import DeltaError
 from refdelta.vllm.options import options_of
 
 REGISTER = """
+import os
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as factory
 class Theirs: pass
-if {taken}:
-    factory.register_engine("delta_snapshot", Theirs)
-from refdelta.vllm.plugin import register
-register(); register()
-for name in ("delta_snapshot", "refdelta"):
-    print(name, factory._registry[name]().__name__)
+for taken in (False, True):
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+        continue
+    if taken:
+        factory.register_engine("delta_snapshot", Theirs)
+    from refdelta.vllm.plugin import register
+    print(f"<{taken}>", flush=True)
+    register(); register()
+    for name in ("delta_snapshot", "refdelta"):
+        print(name, factory._registry[name]().__name__, flush=True)
+    os._exit(0)
 """
 
 
@@ -126,17 +134,27 @@ def test_unknown_options_are_refused(config: object, refused: bool) -> None:
         options_of(config)
 
 
-@pytest.mark.parametrize("taken", [False, True])
-def test_the_name_may_be_taken(taken: bool) -> None:
-    """Somebody else's ``delta_snapshot`` stays theirs; ours is ``refdelta`` then, and the log says so."""
+@pytest.fixture(scope="module")
+def registered() -> dict[bool, str]:
+    """What is printed where the name is free, and where it is taken: two forks of one process that imported vLLM."""
     done = subprocess.run(
-        [sys.executable, "-c", REGISTER.format(taken=taken)],
+        [sys.executable, "-c", REGISTER],
         env={**os.environ, "VLLM_PLUGINS": ""},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=120,
         check=True,
     )
+    free, found = done.stdout.partition("<True>")[::2]
+    return {False: free.partition("<False>")[2], True: found}
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_the_name_may_be_taken(registered: dict[bool, str], taken: bool) -> None:
+    """Somebody else's ``delta_snapshot`` stays theirs; ours is ``refdelta`` then, and the log says so."""
+    said = registered[taken]
     owner = "Theirs" if taken else "DeltaSnapshotEngine"
-    assert done.stdout.split("\n")[-3:-1] == [f"delta_snapshot {owner}", "refdelta DeltaSnapshotEngine"]
-    assert ("use backend='refdelta'" in done.stdout + done.stderr) == taken
+    names = [line for line in said.splitlines() if line.startswith(("delta_snapshot ", "refdelta "))]
+    assert names == [f"delta_snapshot {owner}", "refdelta DeltaSnapshotEngine"]
+    assert ("use backend='refdelta'" in said) == taken

@@ -142,18 +142,28 @@ def test_make_test_sets_up_then_runs_everything_but_the_live_suite() -> None:
         "ruff check .",
         "ruff format --check .",
         "mypy",
-        "pytest tests/ -x",
+        'pytest tests/ -m "not nightly" -x',
         "pytest conformance/ --engine reference",
     ]
 
 
 def test_make_test_runs_live_tests_beside_the_others() -> None:
     """Nothing is left out by being told apart, and nothing but the two runs at once."""
-    assert {"pytest tests/live", "pytest tests/ --ignore tests/live", "pytest conformance/ --engine reference"} <= {
-        *recipe("test", "PYTHON=python3")
-    }
+    quick = '-m "not nightly"'
+    assert {
+        f"pytest tests/live {quick}",
+        f"pytest tests/ --ignore tests/live {quick}",
+        "pytest conformance/ --engine reference",
+    } <= {*recipe("test", "PYTHON=python3")}
     (side,) = (line for line in recipe("test", "PYTHON=python3") if "side-by-side" in line and "-j" in line)
     assert {"-j2", "-k"} <= {*side.split()}
+
+
+def test_make_nightly_sets_up_then_runs_the_steps() -> None:
+    assert recipe("nightly", "PYTHON=python3", "ARGS=--fresh") == [
+        "python3 scripts/setup_env.py --engine auto",
+        ".venv/bin/python scripts/nightly.py --fresh",
+    ]
 
 
 def test_make_conformance_sets_up_then_runs_the_live_suite() -> None:

@@ -35,6 +35,8 @@ status=$?
 [ "$status" = 3 ] && exit 2
 exit "$status"
 """
+FEW = "--hypothesis-profile=smoke"
+"""That everything runs is the point; examples in number are the suite's own runs' and the nightly one's."""
 node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which is not on PATH")
 
 
@@ -83,7 +85,9 @@ def test_the_readme_s_adapter_is_green(home: Path, word: str, chosen: str) -> No
     """A part of the tests, for the time that the whole takes."""
     text = line(word)
     before = {path.name for path in home.iterdir()}
-    done = command(["sh", "-ec", text], cwd=home, PATH=path_with(home / "bin"), PYTEST_ADDOPTS=f'-k "{chosen}" -q')
+    done = command(
+        ["sh", "-ec", text], cwd=home, PATH=path_with(home / "bin"), PYTEST_ADDOPTS=f'-k "{chosen}" -q {FEW}'
+    )
     assert done.code == Exit.PASSED, done.text[-4000:]
     assert "declare the capability" in done.text
     assert {path.name for path in home.iterdir()} == before | {"report.html"}
@@ -127,9 +131,10 @@ EXPECTED = dict.fromkeys(("applier", "reader", "writer", "codec", "canonical"), 
 }
 
 
-def test_numpy_example_passes_the_levels_that_it_declares(tmp_path: Path) -> None:
-    engine = "codec:CODEC"
-    code, levels, text = judged(EXAMPLES / "numpy_codec", engine, tmp_path / "r.json", "--hypothesis-profile=quick")
+@pytest.mark.parametrize("profile", ["smoke", pytest.param("quick", marks=pytest.mark.nightly)])
+def test_numpy_example_passes_the_levels_that_it_declares(tmp_path: Path, profile: str) -> None:
+    engine, few = "codec:CODEC", f"--hypothesis-profile={profile}"
+    code, levels, text = judged(EXAMPLES / "numpy_codec", engine, tmp_path / "r.json", few)
     assert code == Exit.PASSED, text[-4000:]
     assert levels == EXPECTED
 
@@ -141,10 +146,11 @@ def test_numpy_example_borrows_nothing() -> None:
 
 
 @node
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_node_example_passes_the_levels_that_it_declares(tmp_path: Path) -> None:
-    engine, profile = "exec:node codec.mjs", "--hypothesis-profile=smoke"
-    code, levels, text = judged(EXAMPLES / "exec_js", engine, tmp_path / "report.json", profile)
+    engine = "exec:node codec.mjs"
+    code, levels, text = judged(EXAMPLES / "exec_js", engine, tmp_path / "report.json", FEW)
     assert code == Exit.PASSED, text[-4000:]
     assert levels == EXPECTED
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from conformance import matrix
-from conformance.mutants import report
+from conformance.mutants import ci, report
 from conformance.mutants.beside import beside
 from conformance.mutants.cells import Cell, Judged
 from conformance.mutants.checks import NEVER_ALONE, NOT_RUN
@@ -29,19 +29,30 @@ STORED = Result.read()
 
 
 @pytest.mark.timeout(900)
-def test_every_mutant_is_killed_by_its_own_test() -> None:
+@pytest.mark.parametrize("which", [["--ci"], pytest.param([], marks=pytest.mark.nightly)], ids=["ci", "all"])
+def test_every_mutant_is_killed_by_its_own_test(which: list[str]) -> None:
     words = [sys.executable, "-m", "conformance.mutants", "--kind", CODEC, "--kind", OWN, "--quick", "--seeds", "1"]
-    done = command(words, cwd=REPOSITORY)
+    done = command([*words, *which], cwd=REPOSITORY)
     assert done.code == 0, done.text[-3000:]
     assert "survivors: none" in done.text
     told = {line.partition(":")[0] for line in done.text.splitlines()}
-    assert {mutant.name for mutant in ALL if mutant.run != LIVE} <= told
+    wanted = {mutant.name for mutant in ALL if mutant.run != LIVE}
+    assert (wanted & ci.NAMES if which else wanted) <= told
+
+
+def test_those_of_ci_stand_for_everything() -> None:
+    """Every part, check, row and kind of fault that some mutant stands for; each name is a mutant's."""
+    assert ci.missing(ALL) == set()
+    assert {mutant.name for mutant in ALL} >= ci.NAMES
+    assert 30 < len(ci.NAMES) < len(ALL)
 
 
 @pytest.mark.timeout(900)
 def test_the_right_codec_passes(tmp_path: Path) -> None:
     """Every check, and what it cannot do is said."""
-    outcome = run(*QUIET, str(CONFORMANCE), "--engine", "conformance.mutants.right:Plain", cwd=tmp_path)
+    # It passes its hundreds of examples in the run of the mutants; here every check is to run.
+    few = "--hypothesis-profile=smoke"
+    outcome = run(*QUIET, few, str(CONFORMANCE), "--engine", "conformance.mutants.right:Plain", cwd=tmp_path)
     assert outcome.code == pytest.ExitCode.OK, outcome.text[-3000:]
     assert outcome.words().keys() == matrix.CODEC_CHECKS.keys()
     assert set(outcome.words().values()) <= {"pass", "pass*"}, outcome.words()
