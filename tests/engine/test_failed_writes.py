@@ -70,7 +70,7 @@ def rig(tmp_path: Path) -> Rig:
 
 
 def fails(*_: object, **__: object) -> None:
-    raise OSError("injected")
+    raise RuntimeError("injected")
 
 
 FAULTS: dict[str, tuple[object, str, int]] = {

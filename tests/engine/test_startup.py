@@ -121,6 +121,7 @@ def test_some_tensors_of_another_dtype(tmp_path: Path, backend: Any) -> None:
     found = proved(state, torch.bfloat16, tmp_path / "a")
     assert found.ledger.digest == state_digest(state)
     vars(backend).update(target=found.target, shares=found.shares, ledger=found.ledger)
+    backend.serves(found.target.model)
     refused = backend.status()["refused"]
     assert sorted(refused) == ["embed", "k", "lm_head.weight", "q"]
     assert refused["q"] == (

@@ -137,7 +137,7 @@ def recipe(*arguments: str) -> list[str]:
 
 def test_make_test_sets_up_then_runs_everything_but_the_live_suite() -> None:
     setup, *checks = recipe("test", "PYTHON=python3", "ARGS=-x")
-    assert setup == "python3 scripts/setup_env.py --engine auto"
+    assert setup == "python3 scripts/setup_env.py --engine auto --installer auto"
     assert checks == [
         "ruff check .",
         "ruff format --check .",
@@ -161,14 +161,14 @@ def test_make_test_runs_live_tests_beside_the_others() -> None:
 
 def test_make_nightly_sets_up_then_runs_the_steps() -> None:
     assert recipe("nightly", "PYTHON=python3", "ARGS=--fresh") == [
-        "python3 scripts/setup_env.py --engine auto",
+        "python3 scripts/setup_env.py --engine auto --installer auto",
         ".venv/bin/python scripts/nightly.py --fresh",
     ]
 
 
 def test_make_conformance_sets_up_then_runs_the_live_suite() -> None:
     assert recipe("conformance", "PYTHON=python3", "ENGINE=vllm", "ARGS=--tp 1") == [
-        "python3 scripts/setup_env.py --engine vllm",
+        "python3 scripts/setup_env.py --engine vllm --installer auto",
         "pytest conformance/ --engine vllm --tp 1",
     ]
 
@@ -192,7 +192,7 @@ def pythons(folder: Path, versions: dict[str, str]) -> str:
 )
 def test_make_chooses_a_python_that_is_new_enough(versions: dict[str, str], chosen: str, tmp_path: Path) -> None:
     done = make("-n", "setup", path=pythons(tmp_path, versions))
-    assert f"{chosen} scripts/setup_env.py --engine auto" in done.stdout.splitlines()
+    assert f"{chosen} scripts/setup_env.py --engine auto --installer auto" in done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("versions", [{}, {"python3": "3, 10, 13"}])
