@@ -5,7 +5,7 @@
 #   make setup INSTALLER=pip            even where uv can be had
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test nightly conformance lint clean side-by-side tests-live tests-other
+.PHONY: help gate demo setup test nightly conformance lint clean side-by-side tests-live tests-other
 ifneq ($(MAKECMDGOALS),side-by-side)
 .NOTPARALLEL:
 endif
@@ -53,6 +53,12 @@ tests-other:
 
 conformance: setup  ## the conformance suite against a live vLLM engine
 	$(RUN) pytest conformance/ --engine vllm $(ARGS)
+
+gate: setup  ## the live rows that gate one vLLM version
+	$(RUN) pytest conformance/ --engine vllm --row gate $(ARGS)
+
+demo: setup  ## one delta into a tiny live engine and the verdict, then a broken engine's
+	$(RUN) conformance.demo
 
 nightly: setup  ## what takes too long for each run; goes on where a killed run stopped, and writes docs/NIGHTLY.md
 	.venv/bin/python scripts/nightly.py $(ARGS)
