@@ -1,8 +1,7 @@
-"""The child process that holds a vLLM engine: ``python -m conformance.live.host FD``.
+"""The child process that holds a vLLM engine: forked by `zygote`, or ``python -m conformance.live.host FD``.
 
-It reads one JSON request a line from the socket ``FD`` and answers each with one JSON line: ``{"ok": value}`` or
-``{"error": text}``. `runner.Host` is the other end. Run as a zygote it imports vLLM once and forks one child for every
-truth, so that a freshly started engine costs no import.
+It reads one JSON request a line from a socket and answers each with one JSON line: ``{"ok": value}`` or
+``{"error": text}``. `runner.Host` is the other end. A host that holds no engine forks one child for every truth.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The truth of a checkpoint: what a freshly started engine holds and answers, without refdelta's plugin.
 
-A zygote imports vLLM once and forks a child for every truth, which then starts an engine of its own from the files. A
-fork carries no engine state: the zygote never builds one, and `test_live` compares a forked with a plain engine.
+A host that has imported vLLM forks a child for every truth, which then starts an engine of its own from the files. A
+fork carries no engine state: that host never builds one, and `tests/live/test_truth.py` compares a forked engine with a
+plain one.
 """
 
 from __future__ import annotations
