@@ -8,33 +8,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import kill_writer
 import pytest
-import torch
 
-from refdelta import DELTA_FILE, Delta, DeltaError, Lineage, Reason, TensorPatch, files, read_delta, write_delta
+from refdelta import DELTA_FILE, DeltaError, Reason, files, read_delta, write_delta
 from refdelta.checkpoint import Checkpoint
-
-
-def versioned(version: int, changed: int = 3) -> Delta:
-    patch = TensorPatch("w", (changed, 2), torch.arange(changed), torch.full((changed,), float(version)))
-    return Delta((patch,), 2 * changed, Lineage("run", version))
-
-
-def version_at(path: Path) -> int:
-    lineage = read_delta(path).lineage
-    assert lineage is not None
-    return lineage.version
-
-
-def refusal(attempt: Callable[[], object]) -> DeltaError:
-    with pytest.raises(DeltaError) as caught:
-        attempt()
-    return caught.value
+from tests.codec.versioned import refusal, version_at, versioned
 
 
 def test_kills_leave_the_old_or_the_new_and_nothing_between(tmp_path: Path) -> None:

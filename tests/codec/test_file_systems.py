@@ -26,35 +26,17 @@ from refdelta import (
     METADATA_FILE,
     Delta,
     DeltaError,
-    Lineage,
     Reason,
     TensorPatch,
     apply_to_checkpoint,
     files,
-    read_delta,
     write_delta,
 )
 from refdelta.checkpoint import INDEX_FILE, Checkpoint
+from tests.codec.versioned import refusal, version_at, versioned
 
 WITHOUT_SYNC = [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS]
 WITHOUT_FLAGS = [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EPERM]
-
-
-def versioned(version: int, changed: int = 3) -> Delta:
-    patch = TensorPatch("w", (changed, 2), torch.arange(changed), torch.full((changed,), float(version)))
-    return Delta((patch,), 2 * changed, Lineage("run", version))
-
-
-def version_at(path: Path) -> int:
-    lineage = read_delta(path).lineage
-    assert lineage is not None
-    return lineage.version
-
-
-def refusal(attempt: Callable[[], object]) -> DeltaError:
-    with pytest.raises(DeltaError) as caught:
-        attempt()
-    return caught.value
 
 
 # Things to write: a delta, and checkpoints in the forms that they have
