@@ -69,6 +69,11 @@ class Kv:
     digests: list[str]
 
 
+def beside(name: str, base: str, *update: list[str]) -> list[list[Any]]:
+    """Steps: a request, ``update`` in the middle of it, and back to the state before."""
+    return [["begin", name, RUNNING, 24, 8], *update, ["end", name], ["back", base]]
+
+
 @pytest.fixture(scope="module")
 def kv(tmp_path_factory: pytest.TempPathFactory) -> Kv:
     """One engine through both policies with a request in flight each, then a fresh one for each version."""
@@ -81,7 +86,11 @@ def kv(tmp_path_factory: pytest.TempPathFactory) -> Kv:
         delta = encoder.encode(states[-1])
         write_delta(delta, tmp / f"d{number}")
         encoder.commit(delta)
+    base = str(checkpoint.directory)
     steps = [
+        *beside("no update", base),
+        *beside("a pause", base, ["sync", str(tmp / "d1"), "keep"]),
+        *beside("no pause", base, ["write", str(tmp / "d1")]),
         ["ask", "cold", PROMPT, 4],
         ["ask", "warm", PROMPT, 4],
         ["begin", "kept", RUNNING, 24, 8],
@@ -94,7 +103,7 @@ def kv(tmp_path_factory: pytest.TempPathFactory) -> Kv:
         ["ask", "after reset", PROMPT, 4],
         ["ask", "warm again", PROMPT, 4],
     ]
-    found = child(tmp, "live", {"checkpoint": str(checkpoint.directory), "backend": "delta_snapshot", "steps": steps})
+    found = child(tmp, "live", {"checkpoint": base, "backend": "delta_snapshot", "steps": steps})
     made = found["recomputed before"]["tokens"]
     asks = [["ask", "prompt", PROMPT, 4], ["ask", "rest", RUNNING + made, 24 - len(made)]]
     truths = []
@@ -123,6 +132,18 @@ def test_keep_keeps_hits_and_finishes_requests(kv: Kv) -> None:
     assert found["kept before"]["tokens"] == found["kept"]["tokens"][: len(found["kept before"]["tokens"])]
     assert (len(found["kept"]["tokens"]), found["kept"]["reason"]) == (24, "length")
     assert answer(found["after keep"]) != answer(kv.truths[0]["prompt"]), "stale keys, as documented"
+
+
+def test_an_update_without_a_pause_is_one_that_keeps(kv: Kv) -> None:
+    """It falls between two steps of a request, as after ``pause?mode=keep``: the same tokens and exact log-probabilities
+    before it and after it."""
+    without, paused, unpaused = (kv.found[name] for name in ("no update", "a pause", "no pause"))
+    made = len(kv.found["no pause before"]["tokens"])
+    assert 0 < made < 24
+    assert answer(unpaused) == answer(paused)
+    assert [each["cached"] for each in (without, paused, unpaused)] == [0, 0, 0]
+    assert unpaused["logprobs"][:made] == without["logprobs"][:made]
+    assert unpaused["logprobs"][made] != without["logprobs"][made], "the first step after the write is of new weights"
 
 
 def test_reset_prefix_answers_as_a_fresh_engine(kv: Kv) -> None:
