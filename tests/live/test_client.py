@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,13 +237,11 @@ LONG = 1700
 """Tokens of a request that is still running when the update comes, on a slow machine too."""
 
 
-def in_flight(http: Http, kv: Any) -> tuple[str, int, list[str]]:
-    """Start a long request, update while it runs, and read it to its end: how it finished, how many tokens, and the
+def in_flight(http: Http, update: Callable[[], object]) -> tuple[str, int, list[str]]:
+    """Start a long request, ``update`` while it runs, and read it to its end: how it finished, how many tokens, and the
     versions that vLLM says they are of."""
     sampling = {"temperature": 0.0, "max_tokens": LONG, "ignore_eos": True}
     body = {"token_ids": RUNNING, "sampling_params": sampling, "stream": True}
-    client, delta = http.client(), http.delta()
-    client.status()
     reason, tokens, versions = "", 0, list[str]()
     with httpx.stream(
         "POST", f"{http.server.url}/inference/v1/generate", json=body, timeout=120, trust_env=False
@@ -253,7 +251,7 @@ def in_flight(http: Http, kv: Any) -> tuple[str, int, list[str]]:
                 continue
             for choice in json.loads(line.removeprefix("data: ")).get("choices", ()):
                 if tokens == 0:
-                    client.sync(delta, kv=kv, weight_version=kv)
+                    update()
                 tokens += len(choice.get("token_ids") or ())
                 reason = choice.get("finish_reason") or reason
                 versions = [span["version"] for span in choice.get("weight_versions") or ()] or versions
@@ -261,12 +259,14 @@ def in_flight(http: Http, kv: Any) -> tuple[str, int, list[str]]:
 
 
 @pytest.mark.parametrize(("kv", "ends"), [("keep", "length"), ("reset_prefix", "length"), ("abort", "abort")])
-def test_policies_over_http(http: Http, kv: str, ends: str) -> None:
+def test_policies_over_http(http: Http, kv: Any, ends: str) -> None:
     """Requests in flight and the cache, by vLLM's own counters."""
     http.ask()
     assert http.ask()[0] == 2 * BLOCK
     before, version = http.at(), http.client().status().weight_version
-    reason, tokens, versions = in_flight(http, kv)
+    client, delta = http.client(), http.delta()
+    client.status()
+    reason, tokens, versions = in_flight(http, lambda: client.sync(delta, kv=kv, weight_version=kv))
     assert http.at() != before
     assert reason == ends
     assert (tokens == LONG) == (ends == "length")
@@ -277,6 +277,28 @@ def test_policies_over_http(http: Http, kv: str, ends: str) -> None:
     assert uncached == 0
     assert (made == alone) == (kv != "keep"), "stale keys answer, or do not"
     assert http.client().status().weight_version == kv
+    http.client().recover()
+
+
+def test_no_pause_over_http(http: Http) -> None:
+    """As ``keep``: the request that runs is of both versions, the cache stays, and all ranks hold the new version."""
+    http.ask()
+    before, version, delta = http.at(), http.client().status().weight_version, str(http.delta())
+    calls: list[tuple[str, Any]] = [
+        ("/start_weight_update", None),
+        ("/update_weights", {"update_info": {"target_weights_path": delta}}),
+        ("/finish_weight_update", {"weight_version": "no pause"}),
+    ]
+    reason, tokens, versions = in_flight(
+        http, lambda: [http.server.post(path, body).raise_for_status() for path, body in calls]
+    )
+    assert (reason, tokens, versions) == ("length", LONG, [version, "no pause"])
+    assert http.at() != before
+    assert http.client().audit().holds
+    cached, made = http.ask()
+    uncached, alone = http.ask(salt="salt of no pause")
+    assert (cached, uncached) == (2 * BLOCK, 0)
+    assert made != alone, "stale keys answer"
     http.client().recover()
 
 
