@@ -397,6 +397,20 @@ def test_another_backend_is_never_asked(call: str) -> None:
     assert server.calls == ["server_info"]
 
 
+@pytest.mark.parametrize("call", ["sync", "status", "audit", "recover", "anchor"])
+def test_a_server_restarted_on_another_backend(server: FakeServer, call: str) -> None:
+    """A client that knew the one before asks again, and leaves the other alone: `recover` paused it."""
+    client = server.client()
+    client.sync("/d1")
+    server.backend = "nccl"
+    server.calls.clear()
+    arguments = ["/d2"] if call in ("sync", "anchor") else []
+    error = refused(lambda: getattr(client, call)(*arguments))
+    assert error.reason is Reason.UNSUPPORTED_ENGINE
+    assert server.calls == ["server_info"]
+    assert not server.paused
+
+
 def test_a_server_that_does_not_say_its_backend(server: FakeServer) -> None:
     server.react("server_info", answer({"detail": "Not Found"}, 404))
     assert server.client().status().ranks == 2
