@@ -65,6 +65,11 @@ class SyncResult:
         """Version that the engine holds."""
         return self.after.version
 
+    @property
+    def unproven(self) -> tuple[str, ...]:
+        """What of the engine was let in though no live test of refdelta ever ran on it, such as ``device=cuda``."""
+        return self.after.unproven
+
 
 class Client:
     """Updates one engine. One client at a time: of two, one is told that its session was another's."""
@@ -195,7 +200,8 @@ class Client:
         assert after.last_update is not None
         result = SyncResult(before, after, kv, clock.phases(after.last_update.seconds))
         took = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in result.seconds.items())
-        logger.info("refdelta: %s -> %s; kv %s; seconds: %s", before.name, after.name, kv, took)
+        unproven = f"; unproven: {', '.join(result.unproven)}" if result.unproven else ""
+        logger.info("refdelta: %s -> %s; kv %s; seconds: %s%s", before.name, after.name, kv, took, unproven)
         return result
 
     def _write(self, infos: Sequence[Mapping[str, object]], weight_version: str | None, clock: _Clock) -> None:

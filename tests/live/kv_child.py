@@ -1,8 +1,8 @@
 """One engine in this process, driven along a list of steps: ``python -m tests.live.kv_child JOB OUT`` (JSON files).
 
 Steps: ``["ask", NAME, PROMPT, TOKENS]``; ``["begin", NAME, PROMPT, TOKENS, STEPS]`` starts a request and runs so many
-engine steps; ``["sync", DELTA, KV]``; ``["write", DELTA]`` updates without a pause; ``["back", CHECKPOINT]`` loads version
-0 of run kv and empties the cache; ``["end", NAME]`` runs a request to its end. Each named step leaves a record.
+engine steps; ``["sync", DELTA, KV]``; ``["write", DELTA]`` updates without a pause; ``["back", CHECKPOINT]`` loads
+version 0 of run kv and empties the cache; ``["end", NAME]`` runs a request to its end. Each named step leaves a record.
 """
 
 from __future__ import annotations

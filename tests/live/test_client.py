@@ -135,8 +135,7 @@ def test_keep_keeps_hits_and_finishes_requests(kv: Kv) -> None:
 
 
 def test_an_update_without_a_pause_is_one_that_keeps(kv: Kv) -> None:
-    """It falls between two steps of a request, as after ``pause?mode=keep``: the same tokens and exact log-probabilities
-    before it and after it."""
+    """It falls between two steps of a request, as after ``pause?mode=keep``: same tokens, same bits."""
     without, paused, unpaused = (kv.found[name] for name in ("no update", "a pause", "no pause"))
     made = len(kv.found["no pause before"]["tokens"])
     assert 0 < made < 24
