@@ -1,5 +1,6 @@
-"""The vLLM weight-transfer backend ``delta_snapshot``: sparse deltas in place, on all ranks or on none.
+"""The vLLM weight-transfer backend ``delta_snapshot``: sparse deltas in place.
 
+All ranks hold the new version or all the old one; where a rank dies or cannot undo its write, the engine ends.
 ``update_info`` is ``{"target_weights_path": DIR}``, a delta or a whole checkpoint. A session is start, one or more
 updates, finish. `update_from` reads, validates and routes and writes nothing; `finish_weight_update` writes. The ranks
 agree before the first write and after the last; one failure undoes all. Whatever fails, every rank reaches the
@@ -40,6 +41,7 @@ __all__ = ["DeltaInitInfo", "DeltaSnapshotEngine", "DeltaUpdateInfo"]
 
 logger = init_logger("vllm.refdelta")  # under vLLM's logger, so that its handlers show it
 
+_UNPROVEN = "refdelta: unproven: %s: no live test ever ran on such an engine; what is checked elsewhere is checked here"
 _RESTART = "nothing is known of what reads it: restart the engine"
 
 
@@ -83,6 +85,8 @@ class Last:
     dropped: dict[str, str]
     audited: int
     seconds: dict[str, float]
+    unproven: list[str]
+    """See `DeltaSnapshotEngine.status`."""
 
 
 class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
@@ -95,7 +99,9 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         compat.check_version()
-        check_engine(vllm_config, model)
+        self.unproven = check_engine(vllm_config, model)
+        if self.unproven:
+            logger.warning(_UNPROVEN, ", ".join(self.unproven))
         self.options = options_of(vllm_config.additional_config)
         compat.wrap_worker()
         self.ranks = RankGroup.world()
@@ -205,13 +211,17 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         self._served = model
 
     def status(self) -> dict[str, Any]:
-        """What this rank knows, as plain values; equal on every rank but for ``rank``, ``written`` and times."""
+        """What this rank knows, as plain values; equal on every rank but for ``rank``, ``written`` and times.
+
+        ``unproven``: what of the engine was let in though no live test ever ran on it, as ``field=value``.
+        """
         error = self._error
         return {
             "rank": self.ranks.rank,
             "backend": "delta_snapshot",
             "refdelta": compat.refdelta_version(),
             "vllm": compat.installed_version(),
+            "unproven": list(self.unproven),
             "run_id": self.ledger.run_id,
             "version": self.ledger.version,
             "digest": self.ledger.digest,
@@ -229,8 +239,13 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         """Hold every block of this rank against its digest. A mismatch on any rank fences the engine."""
         found = self._audit()
         elements = self.shares.elements(self._readable(self._moved()))
-        unmapped = dict(self.ledger.unmapped)
-        return {"rank": self.ranks.rank, "elements": elements, "mismatched": found or {}, "unmapped": unmapped}
+        return {
+            "rank": self.ranks.rank,
+            "elements": elements,
+            "mismatched": found or {},
+            "unmapped": dict(self.ledger.unmapped),
+            "unproven": list(self.unproven),
+        }
 
     def _audit(self) -> dict[str, str] | None:
         """What differs on this rank; None where some rank could not look."""
@@ -345,7 +360,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         self._error = None
         seconds = {phase: round(took, 6) for phase, took in session.seconds.items()}
         done = (update.changed, update.written, dict(update.dropped), session.audited)
-        self._last = Last(session.sources, *done, seconds)
+        self._last = Last(session.sources, *done, seconds, list(self.unproven))
         logger.info("refdelta: %s; %s", ledger.name, self._last)
 
     def _step(self, name: str, action: Callable[[], Agreed | Told]) -> list[Any] | None:

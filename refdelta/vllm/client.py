@@ -65,6 +65,11 @@ class SyncResult:
         """Version that the engine holds."""
         return self.after.version
 
+    @property
+    def unproven(self) -> tuple[str, ...]:
+        """What of the engine was let in though no live test of refdelta ever ran on it, such as ``device=cuda``."""
+        return self.after.unproven
+
 
 class Client:
     """Updates one engine. One client at a time: of two, one is told that its session was another's."""
@@ -79,7 +84,6 @@ class Client:
 
             engine = HttpEngine(engine)
         self.engine = engine
-        self._known = False
 
     # --- what an engine is ---
 
@@ -89,9 +93,7 @@ class Client:
         Raises `DeltaError`: ``unsupported_engine`` for another backend, ``rank_disagreement``, ``bad_answer``.
         """
         self._check_backend()
-        paused = self.engine.is_paused()
-        answers = self.engine.rpc("refdelta_status")
-        return read_status(answers, paused=paused, weight_version=self.engine.weight_version())
+        return self._status()
 
     def audit(self) -> Audit:
         """Have every rank read all its weights and compare them with its digests. What differs fences the engine."""
@@ -161,15 +163,20 @@ class Client:
         self._check_backend()
         self._pause(kv)
         self._abort()
-        status = self.status()
+        status = self._status()
         if status.fence is not None:
             raise DeltaError(Reason.FENCED, status.fence)
         self._apply(kv)
         self._resume()
         logger.info("refdelta: recovered; the engine serves %s", status.name)
-        return self.status()
+        return self._status()
 
     # --- steps ---
+
+    def _status(self) -> Status:
+        paused = self.engine.is_paused()
+        answers = self.engine.rpc("refdelta_status")
+        return read_status(answers, paused=paused, weight_version=self.engine.weight_version())
 
     def _update(
         self, infos: Sequence[Mapping[str, object]], kv: Kv, weight_version: str | None, resume: bool
@@ -193,7 +200,8 @@ class Client:
         assert after.last_update is not None
         result = SyncResult(before, after, kv, clock.phases(after.last_update.seconds))
         took = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in result.seconds.items())
-        logger.info("refdelta: %s -> %s; kv %s; seconds: %s", before.name, after.name, kv, took)
+        unproven = f"; unproven: {', '.join(result.unproven)}" if result.unproven else ""
+        logger.info("refdelta: %s -> %s; kv %s; seconds: %s%s", before.name, after.name, kv, took, unproven)
         return result
 
     def _write(self, infos: Sequence[Mapping[str, object]], weight_version: str | None, clock: _Clock) -> None:
@@ -206,7 +214,7 @@ class Client:
 
     def _committed(self, infos: Sequence[Mapping[str, object]]) -> Status:
         """The state after the update, which must be this one: another client's start drops a session."""
-        status = self.status()
+        status = self._status()
         sent = tuple(str(info["target_weights_path"]) for info in infos)
         found = status.last_update.sources if status.last_update else ()
         if found != sent:
@@ -218,7 +226,7 @@ class Client:
         """After a failed update: no session is open, no stale cache, and it serves, unless it is fenced now."""
         try:
             self._abort()
-            status = self.status()
+            status = self._status()
             if status.fence is not None and before.fence is None:
                 failure.add_note(f"refdelta: the engine is fenced and stays paused: {status.fence}")
                 return
@@ -230,12 +238,10 @@ class Client:
             failure.add_note(f"refdelta: the engine may be paused, call recover(): {second}")
 
     def _check_backend(self) -> None:
-        if self._known:
-            return
+        """Once in each call of the caller's: the server may be another one than it was."""
         found = self.engine.backend()
         if found is not None and found not in BACKENDS:
             raise without_backend(found)
-        self._known = True
 
     def _abort(self) -> None:
         answers = self.engine.rpc("refdelta_abort")

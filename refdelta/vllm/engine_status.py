@@ -14,7 +14,7 @@ __all__ = ["Audit", "LastUpdate", "Status", "read_audit", "read_status"]
 
 _TEXTS: Final = ("run_id", "digest", "fence")
 _STATE: Final = ("run_id", "version", "digest", "verified", "unmapped", "fence", "refused")
-_AGREED: Final = ("refdelta", "vllm", *_STATE, "session", "staged")
+_AGREED: Final = ("refdelta", "vllm", "unproven", *_STATE, "session", "staged")
 """What every rank must say alike."""
 
 
@@ -32,6 +32,8 @@ class LastUpdate:
     """Checkpoint tensor -> why its changes are not held here."""
     seconds: Mapping[str, float]
     """Phase (read, stage, prepare, write, audit) -> seconds of the slowest rank."""
+    unproven: tuple[str, ...] = ()
+    """See `Status`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class Status:
 
     refdelta: str
     vllm: str
+    unproven: tuple[str, ...]
+    """What of the engine was let in though no live test of refdelta ever ran on it, such as ``device=cuda``."""
     run_id: str | None
     version: int | None
     digest: str | None
@@ -81,6 +85,8 @@ class Audit:
     """Rank -> checkpoint tensor -> what differs; only ranks where something does."""
     unmapped: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint tensors that the engine leaves out without a stated reason: nothing of them was looked at."""
+    unproven: tuple[str, ...] = ()
+    """See `Status`."""
 
     @property
     def holds(self) -> bool:
@@ -103,7 +109,8 @@ def read_status(answers: Sequence[Any], *, paused: bool, weight_version: str) ->
             says = ", ".join(f"{key} {first[key]} and {other[key]}" for key in differs)
             raise DeltaError(Reason.RANK_DISAGREEMENT, f"ranks 0 and {rank} say: {says}")
     return Status(
-        **{key: first[key] for key in _AGREED},
+        **{key: first[key] for key in _AGREED if key != "unproven"},
+        unproven=tuple(first["unproven"]),
         ranks=len(found),
         last_error=_error(first["last_error"]),
         last_update=_last([answer["last_update"] for answer in found]),
@@ -115,13 +122,14 @@ def read_status(answers: Sequence[Any], *, paused: bool, weight_version: str) ->
 def read_audit(answers: Sequence[Any]) -> Audit:
     """One audit out of every rank's. Raises `DeltaError` (``bad_answer``)."""
     for rank, answer in enumerate(answers):
-        tables = ("mismatched", "unmapped")
-        whole = _is_rank(answer, rank) and all(isinstance(answer.get(key), dict) for key in tables)
+        kinds = {"mismatched": dict, "unmapped": dict, "unproven": list}
+        whole = _is_rank(answer, rank) and all(isinstance(answer.get(key), kind) for key, kind in kinds.items())
         if not whole or "elements" not in answer:
             raise unexpected("refdelta_audit", f"rank {rank} answered {answer}")
     bad = {answer["rank"]: answer["mismatched"] for answer in answers if answer["mismatched"]}
     unmapped = {name: why for answer in answers for name, why in answer["unmapped"].items()}
-    return Audit(sum(answer["elements"] for answer in answers), bad, unmapped)
+    unproven = tuple(sorted({field for answer in answers for field in answer["unproven"]}))
+    return Audit(sum(answer["elements"] for answer in answers), bad, unmapped, unproven)
 
 
 def _is_rank(answer: Any, rank: int) -> bool:
@@ -133,7 +141,7 @@ def _checked(answer: Any, rank: int) -> dict[str, Any]:
     if not _is_rank(answer, rank) or any(key not in answer for key in keys):
         raise unexpected("refdelta_status", f"rank {rank} answered {answer}")
     text = dict.fromkeys(_TEXTS, str | None)
-    kinds = {"version": int | None, "verified": bool, "unmapped": dict, "refused": dict, **text}
+    kinds = {"version": int | None, "verified": bool, "unmapped": dict, "refused": dict, "unproven": list, **text}
     if not all(isinstance(answer[key], kind) for key, kind in kinds.items()):
         raise unexpected("refdelta_status", f"rank {rank} answered {answer}")
     found: dict[str, Any] = answer
@@ -157,5 +165,6 @@ def _last(updates: Sequence[Any]) -> LastUpdate | None:
         changed=updates[0]["changed"],
         written=sum(update["written"] for update in updates),
         dropped=updates[0]["dropped"],
+        unproven=tuple(updates[0]["unproven"]),
         seconds={phase: max(update["seconds"].get(phase, 0.0) for update in updates) for phase in sorted(phases)},
     )

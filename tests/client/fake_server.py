@@ -30,6 +30,7 @@ class FakeServer:
     cache: str = "base"
     """Which weights the cached keys are of; empty where the cache was reset."""
     fence: str | None = None
+    unproven: tuple[str, ...] = ()
     calls: list[str] = field(default_factory=list)
     requests: list[httpx.Request] = field(default_factory=list)
     reactions: dict[str, list[Reaction]] = field(default_factory=dict)
@@ -115,7 +116,8 @@ class FakeServer:
         return {"results": [None, None]}
 
     def do_refdelta_audit(self, request: httpx.Request, body: Any) -> Any:
-        return {"results": [{"rank": rank, "elements": 10, "mismatched": {}, "unmapped": {}} for rank in range(2)]}
+        found = {"elements": 10, "mismatched": {}, "unmapped": {}, "unproven": list(self.unproven)}
+        return {"results": [{"rank": rank, **found} for rank in range(2)]}
 
     def do_refdelta_status(self, request: httpx.Request, body: Any) -> Any:
         return {"results": [self.status_of(rank) for rank in range(2)]}
@@ -124,11 +126,13 @@ class FakeServer:
         """What one rank says."""
         seconds = {"read": 0.1 * (1 + rank), "stage": 0.2, "prepare": 0.05, "write": 0.3, "audit": 0.4}
         last = {"sources": list(self.sources or ()), "changed": 7, "written": 4, "dropped": {}, "seconds": seconds}
+        last["unproven"] = list(self.unproven)
         return {
             "rank": rank,
             "backend": "delta_snapshot",
             "refdelta": "0.1.0",
             "vllm": "0.32.0",
+            "unproven": list(self.unproven),
             "run_id": "r",
             "version": len(self.weights) - 1,
             "digest": f"rd1:{len(self.weights):016x}",

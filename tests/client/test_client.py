@@ -354,9 +354,9 @@ def test_a_reply_to_another_call(server: FakeServer, stale: object) -> None:
     assert "rank 1 answered" in error.detail
 
 
-@pytest.mark.parametrize("field", ["digest", "version", "verified", "unmapped"])
+@pytest.mark.parametrize("field", ["digest", "version", "verified", "unmapped", "unproven"])
 def test_a_status_of_other_types(server: FakeServer, field: str) -> None:
-    server.react("refdelta_status", answer({"results": [server.status_of(rank) | {field: []} for rank in range(2)]}))
+    server.react("refdelta_status", answer({"results": [server.status_of(rank) | {field: 1.5} for rank in range(2)]}))
     assert refused(server.client().status).reason is Reason.BAD_ANSWER
 
 
@@ -397,9 +397,38 @@ def test_another_backend_is_never_asked(call: str) -> None:
     assert server.calls == ["server_info"]
 
 
+@pytest.mark.parametrize("call", ["sync", "status", "audit", "recover", "anchor"])
+def test_a_server_restarted_on_another_backend(server: FakeServer, call: str) -> None:
+    """A client that knew the one before asks again, and leaves the other alone: `recover` paused it."""
+    client = server.client()
+    client.sync("/d1")
+    server.backend = "nccl"
+    server.calls.clear()
+    arguments = ["/d2"] if call in ("sync", "anchor") else []
+    error = refused(lambda: getattr(client, call)(*arguments))
+    assert error.reason is Reason.UNSUPPORTED_ENGINE
+    assert server.calls == ["server_info"]
+    assert not server.paused
+
+
 def test_a_server_that_does_not_say_its_backend(server: FakeServer) -> None:
     server.react("server_info", answer({"detail": "Not Found"}, 404))
     assert server.client().status().ranks == 2
+
+
+@pytest.mark.parametrize("unproven", [(), ("device=cuda", "load_format=hf")])
+def test_what_was_never_seen_is_said_with_every_answer(
+    server: FakeServer, unproven: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    server.unproven = unproven
+    client = server.client()
+    caplog.set_level("INFO", "refdelta.client")
+    result = client.sync("/d1")
+    assert result.after.last_update is not None
+    assert result.unproven == result.before.unproven == result.after.last_update.unproven == unproven
+    assert client.audit().unproven == client.recover().unproven == unproven
+    (line,) = (record.getMessage() for record in caplog.records if "kv keep" in record.getMessage())
+    assert line.partition("; unproven: ")[2] == ", ".join(unproven)
 
 
 def test_audit(server: FakeServer) -> None:
@@ -408,7 +437,8 @@ def test_audit(server: FakeServer) -> None:
     assert found.holds
     assert found.elements == 20
     results = [
-        {"rank": rank, "elements": 10, "mismatched": {"a.b": "rows 0 to 1"} if rank else {}, "unmapped": {"c": "why"}}
+        {"rank": rank, "mismatched": {"a.b": "rows 0 to 1"} if rank else {}, "unmapped": {"c": "why"}}
+        | {"elements": 10, "unproven": []}
         for rank in range(2)
     ]
     server.react("refdelta_audit", answer({"results": results}), answer({"results": [None, None]}))

@@ -100,7 +100,7 @@ def backend_of(simulated: Simulated, rank: int = 0) -> Any:
     made: Any = object.__new__(DeltaSnapshotEngine)
     known = {"target": simulated.targets[rank], "shares": simulated.shares[rank], "ledger": simulated.ledger}
     unset = {"session": None, "_fence": None, "_unaudited": None, "_last": None, "_error": None, "_unopened": False}
-    vars(made).update(known, **unset, options=Options(), ranks=RankGroup(), _sessions=0, _cursors=(0, 0))
+    vars(made).update(known, **unset, options=Options(), ranks=RankGroup(), _sessions=0, _cursors=(0, 0), unproven=())
     made.serves(simulated.targets[rank].model)
     made.parse_update_info = lambda info: DeltaUpdateInfo(**info)
     return made

@@ -62,8 +62,28 @@ def refusal(config: Any, model: nn.Module) -> str:
 
 
 def test_the_proven_engine_passes() -> None:
-    """No finding for what the suite runs, at one rank or several."""
-    check_engine(proven(), Qwen3ForCausalLM())
+    """No finding for what the suite runs, at one rank or several, and nothing unproven."""
+    assert check_engine(proven(), Qwen3ForCausalLM()) == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "unproven"),
+    [
+        ("device_config.device_type", "cuda", "device=cuda"),
+        ("load_config.load_format", "hf", "load_format=hf"),
+        ("load_config.load_format", SimpleNamespace(value="safetensors"), "load_format=safetensors"),
+    ],
+)
+def test_what_was_never_seen_live_passes_by_name(path: str, value: object, unproven: str) -> None:
+    """Let in, and named; beside a departure that is refused, only that one is named."""
+    assert check_engine(departed(proven(), path, value), Qwen3ForCausalLM()) == (unproven,)
+    both = departed(departed(proven(), path, value), "model_config.quantization", "fp8")
+    assert refusal(both, Qwen3ForCausalLM()).startswith("quantization=fp8: ")
+
+
+def test_several_unseen_fields_are_all_named() -> None:
+    config = departed(departed(proven(), "device_config.device_type", "cuda"), "load_config.load_format", "hf")
+    assert check_engine(config, Qwen3ForCausalLM()) == ("device=cuda", "load_format=hf")
 
 
 @pytest.mark.parametrize(

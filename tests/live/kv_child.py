@@ -1,7 +1,8 @@
 """One engine in this process, driven along a list of steps: ``python -m tests.live.kv_child JOB OUT`` (JSON files).
 
 Steps: ``["ask", NAME, PROMPT, TOKENS]``; ``["begin", NAME, PROMPT, TOKENS, STEPS]`` starts a request and runs so many
-engine steps; ``["sync", DELTA, KV]``; ``["end", NAME]`` runs it to its end. Each named step leaves a record.
+engine steps; ``["sync", DELTA, KV]``; ``["write", DELTA]`` updates without a pause; ``["back", CHECKPOINT]`` loads
+version 0 of run kv and empties the cache; ``["end", NAME]`` runs a request to its end. Each named step leaves a record.
 """
 
 from __future__ import annotations
@@ -73,6 +74,20 @@ class Child:
             "paused": client.status().paused,
             "weight_version": self.llm.get_weight_version(),
         }
+
+    def write(self, delta: str) -> None:
+        """An update by vLLM's own calls, with no pause around them."""
+        assert not self.llm.llm_engine.is_sleeping()
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": {"target_weights_path": delta}})
+        self.llm.finish_weight_update()
+        assert not self.llm.llm_engine.is_sleeping()
+
+    def back(self, checkpoint: str) -> None:
+        """Start over."""
+        from refdelta.vllm.client import Client, LocalEngine
+
+        Client(LocalEngine(self.llm)).anchor(checkpoint, run_id="kv", version=0, kv="reset_prefix")
 
     def _step(self) -> None:
         for output in self.llm.llm_engine.step():

@@ -6,8 +6,9 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,11 @@ class Kv:
     digests: list[str]
 
 
+def beside(name: str, base: str, *update: list[str]) -> list[list[Any]]:
+    """Steps: a request, ``update`` in the middle of it, and back to the state before."""
+    return [["begin", name, RUNNING, 24, 8], *update, ["end", name], ["back", base]]
+
+
 @pytest.fixture(scope="module")
 def kv(tmp_path_factory: pytest.TempPathFactory) -> Kv:
     """One engine through both policies with a request in flight each, then a fresh one for each version."""
@@ -81,7 +87,11 @@ def kv(tmp_path_factory: pytest.TempPathFactory) -> Kv:
         delta = encoder.encode(states[-1])
         write_delta(delta, tmp / f"d{number}")
         encoder.commit(delta)
+    base = str(checkpoint.directory)
     steps = [
+        *beside("no update", base),
+        *beside("a pause", base, ["sync", str(tmp / "d1"), "keep"]),
+        *beside("no pause", base, ["write", str(tmp / "d1")]),
         ["ask", "cold", PROMPT, 4],
         ["ask", "warm", PROMPT, 4],
         ["begin", "kept", RUNNING, 24, 8],
@@ -94,7 +104,7 @@ def kv(tmp_path_factory: pytest.TempPathFactory) -> Kv:
         ["ask", "after reset", PROMPT, 4],
         ["ask", "warm again", PROMPT, 4],
     ]
-    found = child(tmp, "live", {"checkpoint": str(checkpoint.directory), "backend": "delta_snapshot", "steps": steps})
+    found = child(tmp, "live", {"checkpoint": base, "backend": "delta_snapshot", "steps": steps})
     made = found["recomputed before"]["tokens"]
     asks = [["ask", "prompt", PROMPT, 4], ["ask", "rest", RUNNING + made, 24 - len(made)]]
     truths = []
@@ -123,6 +133,17 @@ def test_keep_keeps_hits_and_finishes_requests(kv: Kv) -> None:
     assert found["kept before"]["tokens"] == found["kept"]["tokens"][: len(found["kept before"]["tokens"])]
     assert (len(found["kept"]["tokens"]), found["kept"]["reason"]) == (24, "length")
     assert answer(found["after keep"]) != answer(kv.truths[0]["prompt"]), "stale keys, as documented"
+
+
+def test_an_update_without_a_pause_is_one_that_keeps(kv: Kv) -> None:
+    """It falls between two steps of a request, as after ``pause?mode=keep``: same tokens, same bits."""
+    without, paused, unpaused = (kv.found[name] for name in ("no update", "a pause", "no pause"))
+    made = len(kv.found["no pause before"]["tokens"])
+    assert 0 < made < 24
+    assert answer(unpaused) == answer(paused)
+    assert [each["cached"] for each in (without, paused, unpaused)] == [0, 0, 0]
+    assert unpaused["logprobs"][:made] == without["logprobs"][:made]
+    assert unpaused["logprobs"][made] != without["logprobs"][made], "the first step after the write is of new weights"
 
 
 def test_reset_prefix_answers_as_a_fresh_engine(kv: Kv) -> None:
@@ -220,13 +241,11 @@ ATTEMPTS = 6
 """How often a request may have ended before the update came: on a busy machine the engine is faster than its client."""
 
 
-def in_flight(http: Http, kv: Any, label: str) -> tuple[str, int, list[str]]:
-    """Start a long request, update while it runs, and read it to its end: how it finished, how many tokens, and the
-    versions that vLLM says they are of. The update's version is ``label``."""
+def in_flight(http: Http, update: Callable[[], object]) -> tuple[str, int, list[str]]:
+    """Start a long request, ``update`` while it runs, and read it to its end: how it finished, how many tokens, and the
+    versions that vLLM says they are of."""
     sampling = {"temperature": 0.0, "max_tokens": LONG, "ignore_eos": True}
     body = {"token_ids": RUNNING, "sampling_params": sampling, "stream": True}
-    client, delta = http.client(), http.delta()
-    client.status()
     reason, tokens, versions = "", 0, list[str]()
     with httpx.stream(
         "POST", f"{http.server.url}/inference/v1/generate", json=body, timeout=120, trust_env=False
@@ -236,34 +255,79 @@ def in_flight(http: Http, kv: Any, label: str) -> tuple[str, int, list[str]]:
                 continue
             for choice in json.loads(line.removeprefix("data: ")).get("choices", ()):
                 if tokens == 0:
-                    client.sync(delta, kv=kv, weight_version=label)
+                    update()
                 tokens += len(choice.get("token_ids") or ())
                 reason = choice.get("finish_reason") or reason
                 versions = [span["version"] for span in choice.get("weight_versions") or ()] or versions
     return reason, tokens, versions
 
 
+@dataclass(frozen=True, slots=True)
+class Overtaken:
+    """A request during which an update came."""
+
+    before: str
+    """The version that it began with."""
+    label: str
+    """The update's."""
+    reason: str
+    tokens: int
+    versions: list[str]
+
+
+def overtaken(http: Http, name: str, update: Callable[[Path, str], object]) -> Overtaken:
+    """Send a delta while a request runs. One that had ended already is asked again: a starved client is late."""
+    for attempt in range(ATTEMPTS):
+        at, delta, label = http.at(), http.delta(), f"{name} {attempt}"
+        before = http.client().status().weight_version
+        found = Overtaken(before, label, *in_flight(http, partial(update, delta, label)))
+        assert http.at() != at
+        if (found.reason, found.versions) != ("length", [before]):
+            break
+    return found
+
+
 @pytest.mark.parametrize(("kv", "ends"), [("keep", "length"), ("reset_prefix", "length"), ("abort", "abort")])
-def test_policies_over_http(http: Http, kv: str, ends: str) -> None:
+def test_policies_over_http(http: Http, kv: Any, ends: str) -> None:
     """Requests in flight and the cache, by vLLM's own counters."""
     http.ask()
     assert http.ask()[0] == 2 * BLOCK
-    for attempt in range(ATTEMPTS):
-        before, version = http.at(), http.client().status().weight_version
-        label = f"{kv} {attempt}"
-        reason, tokens, versions = in_flight(http, kv, label)
-        assert http.at() != before
-        if (reason, versions) != ("length", [version]):
-            break  # else a starved client came when the request had ended
-    assert reason == ends
-    assert (tokens == LONG) == (ends == "length")
-    assert versions == ([version, label] if ends == "length" else [version]), "it ran before and after, or ended"
+    client = http.client()
+    client.status()
+    found = overtaken(http, kv, lambda delta, label: client.sync(delta, kv=kv, weight_version=label))
+    assert found.reason == ends
+    assert (found.tokens == LONG) == (ends == "length")
+    versions = [found.before, found.label] if ends == "length" else [found.before]
+    assert found.versions == versions, "it ran before and after, or ended"
     cached, made = http.ask()
     assert cached == (2 * BLOCK if kv == "keep" else 0)
     uncached, alone = http.ask(salt=f"salt of {kv}")
     assert uncached == 0
     assert (made == alone) == (kv != "keep"), "stale keys answer, or do not"
-    assert http.client().status().weight_version == label
+    assert http.client().status().weight_version == found.label
+    http.client().recover()
+
+
+def test_no_pause_over_http(http: Http) -> None:
+    """As ``keep``: the request that runs is of both versions, the cache stays, and all ranks hold the new version."""
+    http.ask()
+
+    def update(delta: Path, label: str) -> None:
+        calls: list[tuple[str, Any]] = [
+            ("/start_weight_update", None),
+            ("/update_weights", {"update_info": {"target_weights_path": str(delta)}}),
+            ("/finish_weight_update", {"weight_version": label}),
+        ]
+        for path, body in calls:
+            http.server.post(path, body).raise_for_status()
+
+    found = overtaken(http, "no pause", update)
+    assert (found.reason, found.tokens, found.versions) == ("length", LONG, [found.before, found.label])
+    assert http.client().audit().holds
+    cached, made = http.ask()
+    uncached, alone = http.ask(salt="salt of no pause")
+    assert (cached, uncached) == (2 * BLOCK, 0)
+    assert made != alone, "stale keys answer"
     http.client().recover()
 
 
