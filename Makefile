@@ -5,7 +5,7 @@
 #   make setup INSTALLER=pip            even where uv can be had
 
 .DEFAULT_GOAL := help
-.PHONY: help gate demo setup test nightly conformance lint clean side-by-side tests-live tests-other
+.PHONY: help gate demo setup test nightly conformance lint clean side-by-side tests-live tests-other tests-reference
 ifneq ($(MAKECMDGOALS),side-by-side)
 .NOTPARALLEL:
 endif
@@ -34,14 +34,14 @@ QUICK := -m "not nightly"
 
 test: lint  ## everything but the live conformance run and the nightly one
 ifeq ($(strip $(ARGS)),)
-	@echo "tests-other and tests-live run side by side; each prints what it said when it ends"
-	@$(MAKE) --no-print-directory -j2 -k --output-sync=target side-by-side
+	@echo "tests-other, tests-live and tests-reference run side by side; each prints what it said when it ends"
+	@$(MAKE) --no-print-directory -j3 -k --output-sync=target side-by-side
 else
 	$(RUN) pytest tests/ $(QUICK) $(ARGS)
 	$(RUN) pytest conformance/ --engine reference
 endif
 
-side-by-side: tests-live tests-other
+side-by-side: tests-live tests-other tests-reference
 
 # Engines at work wait for each other much of the time; the rest fills the gaps.
 tests-live:
@@ -49,6 +49,8 @@ tests-live:
 
 tests-other:
 	$(RUN) pytest tests/ --ignore tests/live $(QUICK)
+
+tests-reference:
 	$(RUN) pytest conformance/ --engine reference
 
 conformance: setup  ## the conformance suite against a live vLLM engine

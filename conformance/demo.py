@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from conformance import checkpoints, oracle
+from conformance import checkpoints, interrupts, oracle
 from conformance.findings import InfrastructureFailed
 from conformance.live.row import Backend, Row
 from conformance.live.truth import Truths
@@ -25,8 +25,23 @@ _SHOWN = 4
 Say = Callable[[str], None]
 
 
+INTERRUPTED = 130
+
+
 def main() -> int:
-    """Run the demonstration; 0 when it shows what it should, 1 when it does not, 3 when no engine starts."""
+    """Run the demonstration; 0 when it shows what it should, 1 when it does not, 3 when no engine starts, 130 when it
+    is interrupted."""
+    restore = interrupts.install()
+    try:
+        return _main()
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        restore()
+
+
+def _main() -> int:
     with tempfile.TemporaryDirectory(prefix="refdelta-demo-") as scratch:
         root = Path(scratch)
         try:

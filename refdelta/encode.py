@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from refdelta import bits
 from refdelta.apply import apply_delta
@@ -71,9 +71,9 @@ class DeltaEncoder:
         give the module, or its ``named_parameters()``, since ``state_dict()`` makes bare tensors of them. Tensors of
         shape [0] are warned of for that reason.
         """
-        if not isinstance(weights, nn.Module):
-            check_no_adapters(weights if isinstance(weights, Mapping) else ())
         self._position = None if run_id is None else Lineage(run_id, version)
+        if isinstance(weights, Mapping):  # names that are no strings are refused by `tracked`, with the rest
+            check_no_adapters(name for name in weights if isinstance(name, str))
         counted = tracked(weights)
         _warn_of_placeholders(counted)
         self._baseline = {name: _host_copy(t) for name, t in counted.items()}

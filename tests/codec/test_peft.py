@@ -7,7 +7,7 @@ embeddings), which the tests do not install.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -324,3 +324,12 @@ def test_a_mapping_under_the_names_of_peft_is_refused(names: list[str]) -> None:
 def test_other_mappings_name_their_tensors_themselves(names: list[str]) -> None:
     state = {name: torch.zeros(2, 3) for name in names}
     assert DeltaEncoder(state).encode({name: t + 1 for name, t in state.items()}).changed_elements == 6 * len(names)
+
+
+@pytest.mark.parametrize("name", [1, None, ("a",)])
+def test_a_name_that_is_no_string_is_refused_as_such(name: Any) -> None:
+    """By the encoder as by `diff`: looking for PEFT's names must not trip over it."""
+    for attempt in (DeltaEncoder, lambda state: diff(state, state)):
+        with pytest.raises(DeltaError) as caught:
+            attempt({name: torch.zeros(3)})
+        assert caught.value.reason is Reason.BAD_NAME
