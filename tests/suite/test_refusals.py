@@ -53,9 +53,6 @@ class Told(Row):
     def delta(self, target: Any) -> Path:
         return Path("delta")
 
-    def ask_early(self, state: Any) -> None:
-        """It has no fresh engines."""
-
     def call(self, command: str, **arguments: Any) -> Any:
         if command == "echo":
             return [[rank, arguments["nonce"]] for rank in range(self.tp)] if self.ranks is None else self.ranks
