@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import re
 import shutil
-import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -65,25 +63,6 @@ class Backend:
         return encode_with_refdelta if self.ours else encode_with_oracle
 
 
-class Early:
-    """A truth that is asked for in a thread of its own."""
-
-    def __init__(self, state: State, ask: Callable[[], Truth]) -> None:
-        self.state = state
-        self._found: Truth | None = None
-        self._thread = threading.Thread(target=self._run, args=(ask,), daemon=True)
-        self._thread.start()
-
-    def _run(self, ask: Callable[[], Truth]) -> None:
-        with contextlib.suppress(AssertionError):  # whoever needs the truth asks again, and is told
-            self._found = ask()
-
-    def result(self) -> Truth | None:
-        """Wait for it; None where it failed."""
-        self._thread.join()
-        return self._found
-
-
 class Row:
     """A live engine and the state that it should hold. The checks of a row run in order, each from where the last left.
 
@@ -114,7 +93,6 @@ class Row:
         self._start_failure: str | None = None
         self._settled = False
         self._last_truth: tuple[object, Truth] | None = None
-        self._early: Early | None = None
 
     @property
     def name(self) -> str:
@@ -131,7 +109,6 @@ class Row:
         self.current = self.base
         if self._start_failure is not None:
             raise InfrastructureFailed(self._start_failure)
-        self.ask_early(self.base)
         self._start()
         self._settled = True
 
@@ -183,17 +160,9 @@ class Row:
         """What a fresh engine on ``state`` holds and answers."""
         if self._last_truth is not None and self._last_truth[0] is state:
             return self._last_truth[1]
-        early, self._early = self._early, None
-        found = early.result() if early is not None else None
-        if early is None or early.state is not state or found is None:
-            (found,) = self.truths_of([state])
+        (found,) = self.truths_of([state])
         self._last_truth = (state, found)
         return found
-
-    def ask_early(self, state: State) -> None:
-        """Let a fresh engine on ``state`` start now, while this one works: its truth will be asked for."""
-        if self._early is None and (self._last_truth is None or self._last_truth[0] is not state):
-            self._early = Early(state, lambda: self._ask([state])[0])
 
     def with_truths(self, states: Iterable[State]) -> Iterator[tuple[State, Truth]]:
         """Each state with its truth; as many as memory allows are asked for at once, so that engines start together."""
@@ -204,11 +173,6 @@ class Row:
 
     def truths_of(self, states: Sequence[State]) -> list[Truth]:
         """The truths of several states."""
-        if self._early is not None:
-            self._early.result()  # one at a time
-        return self._ask(states)
-
-    def _ask(self, states: Sequence[State]) -> list[Truth]:
         base, root = self.checkpoint.directory, self._scratch
         made = [with_state(base, state, root / f"state{next(self._count)}") for state in states]
         try:
@@ -253,7 +217,6 @@ class Row:
 
     def accepts(self, target: State, delta: Path | None = None) -> None:
         """Send ``delta`` (made here unless given); it must succeed and leave every rank with the bits of ``target``."""
-        self.ask_early(target)
         found = self.sync(self.backend.info(delta or self.delta(target)))
         require(
             found is None, "update", expected="taken", found=found, context=f"{self.name}: a good delta was refused"
