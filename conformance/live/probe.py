@@ -7,10 +7,13 @@ answer `LLM.collective_rpc`; they only read.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import inspect
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,14 @@ UNPACK = "CONFORMANCE_UNPACK"
 """Environment: "1" keeps CPU weights unpacked with the suite's own switch (truth engines; backends without one)."""
 PLUGINS = "CONFORMANCE_PLUGINS"
 """Environment: what every process of the engine loads, separated by commas; see `load`."""
+SPIN_S = 0.02
+"""Seconds for which a rank spins before it sleeps."""
 
 
 @functools.cache
 def prepare_process() -> None:
     """Apply what the environment asks for, once in each process, before an engine is built."""
+    wait_without_spinning()
     if os.environ.get(UNPACK) == "1":
         keep_weights_unpacked()
     for plugin in filter(None, os.environ.get(PLUGINS, "").split(",")):
@@ -39,6 +45,21 @@ def load(plugin: str) -> None:
     found = importlib.import_module(module)
     if function:
         getattr(found, function)()
+
+
+def wait_without_spinning() -> None:
+    """Let the ranks of an idle engine sleep soon: vLLM's spin for a second after each message (0.32).
+
+    The suite runs an engine beside fresh ones, on machines with two cores, where each such second is another's.
+    """
+    if "vllm" not in sys.modules:  # the suite's own process imports this module too, and no vLLM
+        return
+    with contextlib.suppress(ImportError):
+        from vllm.distributed.device_communicators import shm_broadcast
+
+        condition = getattr(shm_broadcast, "SpinCondition", None)
+        if condition is not None and "busy_loop_s" in inspect.signature(condition.__init__).parameters:
+            condition.__init__ = functools.partialmethod(condition.__init__, busy_loop_s=SPIN_S)
 
 
 def keep_weights_unpacked() -> None:
