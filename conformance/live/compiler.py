@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 
-REAL, STORE = "CONFORMANCE_REAL_CXX", "CONFORMANCE_CXX_STORE"
+REAL, STORE = "CXX_BEHIND_THE_CACHE", "CXX_CACHE"
 
 
 def install(home: str, environment: "os._Environ[str] | dict[str, str]") -> dict[str, str]:

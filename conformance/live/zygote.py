@@ -59,6 +59,17 @@ def once_for_all_forks() -> None:
         from vllm.logger import configure_logging_if_needed
 
         configure_logging_if_needed(LoggingConfig())
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "0":
+        _what_compilers_do_once()
+
+
+def _what_compilers_do_once() -> None:
+    """Import PyTorch's compiler, and let it compile what tells it which vector instructions this machine has."""
+    with contextlib.suppress(ImportError, AttributeError), tempfile.TemporaryDirectory() as home:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = home
+        from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401
+
+        cpu_vec_isa.valid_vec_isa_list()
 
 
 def _answer(request: dict[str, Any], descriptors: list[int], channel: socket.socket) -> dict[str, int]:
