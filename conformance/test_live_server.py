@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,29 +56,30 @@ def test_server(options: Options, offered: frozenset[str], truths: Truths, tmp_p
     """Pause, start, update, finish, resume through the routes of a development-mode server."""
     if options.checkpoint:
         pytest.skip("the server check drives the suite's own checkpoint")
-    checkpoint = checkpoints.make(MODEL, tmp_path / "base")
+    home = Path(tempfile.mkdtemp(dir=tmp_path))  # a check that was late runs again, with the same tmp_path
+    checkpoint = checkpoints.make(MODEL, home / "base")
     backend = backend_of(options, offered)
     base = checkpoints.load(checkpoint.directory)
     new = changes.every_tensor(base, "server")
     newer = changes.of_families(new, new)
     asked = prompts(checkpoint.vocab_size)
     directories = [
-        checkpoints.with_state(checkpoint.directory, s, tmp_path / f"state{i}") for i, s in enumerate((new, newer))
+        checkpoints.with_state(checkpoint.directory, s, home / f"state{i}") for i, s in enumerate((new, newer))
     ]
     fresh = truths.of([checkpoints.Checkpoint(MODEL, d) for d in (checkpoint.directory, *directories)], 1)
     tokens = [[output["tokens"] for output in truth.outputs] for truth in fresh]
     assert len({str(each) for each in tokens}) == 3, "the three states answer alike, so the tokens show nothing"
 
     def delta(before: State, after: State, name: str) -> Path:
-        backend.encode(before, after, tmp_path / name)
-        return tmp_path / name
+        backend.encode(before, after, home / name)
+        return home / name
 
     stranger = oracle.delta_patch(
         "model.layers.0.self_attn.z_proj.weight", base["lm_head.weight"], [0], base["lm_head.weight"][0, :1]
     )
-    bad = oracle.write_delta(tmp_path / "bad", [stranger], oracle.total_elements(base))
+    bad = oracle.write_delta(home / "bad", [stranger], oracle.total_elements(base))
     with Server(
-        checkpoint.directory, backend.name, environment(plugins=backend.plugins), tmp_path / "server.log"
+        checkpoint.directory, backend.name, environment(plugins=backend.plugins), home / "server.log"
     ) as server:
         server.wait_until_ready()
         assert server.post("/init_weight_transfer_engine", {"init_info": {}}).status_code == httpx.codes.OK

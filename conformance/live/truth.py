@@ -67,9 +67,8 @@ class Truths:
         self._root, self._setup = root, setup
         root.mkdir(exist_ok=True)
         self._known: OrderedDict[tuple[str, int, str], Truth] = OrderedDict()
-        # It imports vLLM from now on, while the engine under test starts.
+        # vLLM is imported from now on, while the engine under test starts.
         self._zygote = Host(self._environment, root / "zygote.log")
-        self._warm = False
         self.asked = 0
         """How many engines were started."""
 
@@ -103,15 +102,12 @@ class Truths:
         self._zygote.kill()
 
     def _fork(self, jobs: list[dict[str, Any]], tp: int) -> None:
-        if not self._warm:
-            self._zygote.call("warm", timeout=START_TIMEOUT)
-            self._warm = True
         at_once = max(1, (os.cpu_count() or 1) // tp)
         timeout = START_TIMEOUT * len(jobs)
         try:
             self._zygote.call("forked_truths", timeout=timeout, jobs=jobs, at_once=at_once, limit_s=START_TIMEOUT)
         except HostTimedOut:
-            self._warm, self._zygote = False, Host(self._environment, self._root / "zygote.log")
+            self._zygote = Host(self._environment, self._root / "zygote.log")
             raise
 
     @staticmethod
