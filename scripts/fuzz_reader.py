@@ -31,7 +31,7 @@ import numpy as np
 
 from conformance import oracle
 from refdelta.apply import read_delta
-from refdelta.checkpoint import INDEX_FILE, Checkpoint
+from refdelta.checkpoints.reading import INDEX_FILE, Checkpoint
 from refdelta.spec import Delta, DeltaError
 
 HEADROOM_BYTES = 256 << 20

@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import save_file
 
 from refdelta.apply import apply_to_checkpoint, read_delta
-from refdelta.checkpoint import Checkpoint
+from refdelta.checkpoints.reading import Checkpoint
 from refdelta.encode import diff, write_delta
 from refdelta.spec import Delta, DeltaError, Lineage
 

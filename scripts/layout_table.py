@@ -3,7 +3,7 @@
     python scripts/layout_table.py                        everything
     python scripts/layout_table.py --only qwen3-8b --tp 1 4
 
-Per case both maps of every rank are compared element by element (`refdelta.layout_proofs.difference`) and all ranks
+Per case both maps of every rank are compared element by element (`refdelta.layout.proofs.difference`) and all ranks
 together are proven to hold the checkpoint exactly (`AcrossRanks`). Prints a Markdown table; exit 1 on any finding.
 """
 
@@ -20,13 +20,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from refdelta.families import Ranks, Table, lay_out, table_of
+from refdelta.checkpoints.model_files import ModelFiles
+from refdelta.layout.families import Ranks, Table, lay_out, table_of
+from refdelta.layout.proofs import AcrossRanks, difference
 from refdelta.layout_map import LayoutMap
-from refdelta.layout_proofs import AcrossRanks, difference
-from refdelta.model_files import ModelFiles
 from refdelta.spec import DeltaError
-from refdelta.vllm.meta_engine import Sizes
-from refdelta.vllm.tracer import Tracer
+from refdelta.vllm.tracing.meta_engine import Sizes
+from refdelta.vllm.tracing.tracer import Tracer
 
 CONFIGS = Path(__file__).resolve().parent.parent / "conformance" / "configs"
 SIZES = (1, 2, 4, 8, 16)

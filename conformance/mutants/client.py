@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conformance.mutants.registry import own_mutants
-from refdelta.vllm.client import Client
+from refdelta.vllm.calls.client import Client
 
 caught_by = own_mutants("client", "tests/client/test_client.py")
 

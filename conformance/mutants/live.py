@@ -18,18 +18,19 @@ import torch
 from torch import Tensor
 
 from conformance.mutants.registry import LIVE, Broken, Mutant, register
-from refdelta import bits, encode
 from refdelta.apply import read_delta
+from refdelta.codec import bits, encoding
 from refdelta.layout_map import LayoutMap, Region
 from refdelta.spec import Delta, DeltaError, Lineage, Reason, TensorPatch
-from refdelta.vllm import session, update
-from refdelta.vllm.anchor import AnchorUpdate
-from refdelta.vllm.ledger import Account, Ledger
-from refdelta.vllm.options import Options
-from refdelta.vllm.ranks import RankGroup
-from refdelta.vllm.shares import Shares
-from refdelta.vllm.target import Piece, Target
-from refdelta.vllm.update import DeltaUpdate
+from refdelta.vllm.update import session
+from refdelta.vllm.update import updating as update
+from refdelta.vllm.update.anchor import AnchorUpdate
+from refdelta.vllm.update.block_digests import Shares
+from refdelta.vllm.update.ledger import Account, Ledger
+from refdelta.vllm.update.options import Options
+from refdelta.vllm.update.proven_layout import Piece, Target
+from refdelta.vllm.update.ranks import RankGroup
+from refdelta.vllm.update.updating import DeltaUpdate
 
 QWEN, QWEN_TP2, GEMMA, MOE, TIED = (
     "qwen3-untied tp=1",
@@ -259,11 +260,11 @@ def encoded_by_value(patch: pytest.MonkeyPatch) -> None:
         return (a != b).flatten().nonzero().flatten()
 
     # The encoder looks the function up on its own name for the module.
-    patch.setattr(encode, "bits", _Overlay(differing))
+    patch.setattr(encoding, "bits", _Overlay(differing))
 
 
 class _Overlay:
-    """`refdelta.bits` with another `differing`."""
+    """`refdelta.codec.bits` with another `differing`."""
 
     def __init__(self, differing: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.differing = differing

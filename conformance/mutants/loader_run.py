@@ -171,8 +171,8 @@ def _read_all(engine: Engine, checkpoint: str, digits: Sequence[str], out: Path)
 
 def _layout(self: probe.Probe, checkpoint: str, out: str) -> None:
     """Write what the backend would trace on this rank."""
-    from refdelta.checkpoint import Checkpoint as Files
-    from refdelta.vllm.trace import trace_model
+    from refdelta.checkpoints.reading import Checkpoint as Files
+    from refdelta.vllm.tracing.recorder import trace_model
 
     with Files(checkpoint) as files:
         tensors: dict[str, Any] = {name: (info.shape, info.dtype) for name, info in files.infos().items()}

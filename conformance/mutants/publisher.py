@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from conformance.mutants.registry import own_mutants
-from refdelta import bits, encode, files
+from refdelta.codec import bits
 from refdelta.encode import DeltaEncoder
+from refdelta.files import atomic as files
+from refdelta.files import writing
 from refdelta.spec import Delta, DeltaError, Reason
 
 caught_by = own_mutants("publisher", "tests/codec")
@@ -30,7 +32,7 @@ def _in_place(target: Path, replaceable: object = None) -> Iterator[Path]:
 @caught_by("test_write.py::test_a_failed_write_leaves_nothing", fault=20)
 def written_in_place(patch: pytest.MonkeyPatch) -> None:
     """A delta's files are written where readers look for them, one after the other."""
-    patch.setattr(encode, "new_directory", _in_place)
+    patch.setattr(writing, "new_directory", _in_place)
 
 
 @caught_by("test_write.py::test_an_existing_target_is_refused_and_untouched", fault=19)
@@ -45,14 +47,14 @@ def earlier_runs_overwritten(patch: pytest.MonkeyPatch) -> None:
         with new_directory(target) as folder:
             yield folder
 
-    patch.setattr(encode, "new_directory", clearing)
+    patch.setattr(writing, "new_directory", clearing)
 
 
 @caught_by("test_write.py::test_lineage_gets_the_hash_of_the_payload", fault=22)
 def payload_not_hashed(patch: pytest.MonkeyPatch) -> None:
     """A lineage does not say what the payload's bytes are, so that a file cut short on the way is not seen."""
-    written = encode._metadata_bytes
-    patch.setattr(encode, "_metadata_bytes", lambda delta, patches, sha256: written(delta, patches, None))
+    written = writing._metadata_bytes
+    patch.setattr(writing, "_metadata_bytes", lambda delta, patches, sha256: written(delta, patches, None))
 
 
 @caught_by("test_diff.py::test_fault_17_baseline_moves_on_acknowledgement_only", fault=17)

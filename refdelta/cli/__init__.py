@@ -30,7 +30,7 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run the command with ``arguments`` and return its exit code."""
     try:
-        import refdelta.posix  # noqa: F401
+        import refdelta.files.posix  # noqa: F401
     except ImportError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

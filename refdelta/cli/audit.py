@@ -14,7 +14,7 @@ from rich.text import Text
 from refdelta.cli.output import FAILED, AsJson, console, one_line, print_json, print_table, refusals
 
 if TYPE_CHECKING:
-    from refdelta.vllm.audit_report import AuditReport
+    from refdelta.vllm.auditing.report import AuditReport
 
 _CHECKPOINT_HELP = "Directory of the checkpoint, where the engine reads it."
 
@@ -51,7 +51,7 @@ def _ask(url: str, arguments: Sequence[object], timeout: float) -> AuditReport:
     import httpx
 
     from refdelta.spec import DeltaError, Reason
-    from refdelta.vllm.audit_report import METHOD, AuditReport
+    from refdelta.vllm.auditing.report import METHOD, AuditReport
 
     try:
         body = {"method": METHOD, "args": arguments, "timeout": timeout}
@@ -69,8 +69,8 @@ def _ask(url: str, arguments: Sequence[object], timeout: float) -> AuditReport:
 
 def _refusal(status: int, text: str) -> str:
     """What an answer that is no 200 means here."""
-    from refdelta.vllm.audit_report import METHOD
-    from refdelta.vllm.engine_calls import said
+    from refdelta.vllm.auditing.report import METHOD
+    from refdelta.vllm.calls.engine_calls import said
 
     if status == 404:
         return "no /collective_rpc: the server must run with VLLM_SERVER_DEV_MODE=1"

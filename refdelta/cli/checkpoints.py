@@ -26,7 +26,7 @@ from refdelta.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from refdelta.checkpoint_verify import Finding
+    from refdelta.checkpoints.verifying import Finding
     from refdelta.spec import Lineage
 
 _CHECKPOINT_HELP = "A safetensors file, or a directory of them."
@@ -44,9 +44,9 @@ def diff(
 ) -> None:
     """Make the delta between two checkpoints. With --run-id and --version it gets a lineage with digests."""
     with refusals(), ExitStack() as stack:
-        from refdelta.checkpoint import Checkpoint
-        from refdelta.checkpoint_diff import diff_checkpoints
-        from refdelta.encode import check_output, write_delta
+        from refdelta.checkpoints.diffing import diff_checkpoints
+        from refdelta.checkpoints.reading import Checkpoint
+        from refdelta.files.writing import check_output, write_delta
 
         lineage = _lineage(run_id, version, base_version)
         check_output(output, overwrite=force)
@@ -76,9 +76,9 @@ def apply(
 ) -> None:
     """Write a checkpoint with a delta applied: shards keep names, order and metadata, other files are copied."""
     with refusals(), ExitStack() as stack:
-        from refdelta.apply import read_delta
-        from refdelta.checkpoint import Checkpoint
-        from refdelta.checkpoint_apply import check_output, patch_checkpoint
+        from refdelta.checkpoints.patching import check_output, patch_checkpoint
+        from refdelta.checkpoints.reading import Checkpoint
+        from refdelta.files.reading import read_delta
 
         source = stack.enter_context(Checkpoint(checkpoint))
         check_output(source, output, overwrite=force)
@@ -104,8 +104,8 @@ def verify(
 ) -> None:
     """Check every invariant that the inputs allow. Exit 1 when one fails."""
     with refusals(), ExitStack() as stack:
-        from refdelta import checkpoint_verify
-        from refdelta.checkpoint import Checkpoint
+        from refdelta.checkpoints import verifying as checkpoint_verify
+        from refdelta.checkpoints.reading import Checkpoint
 
         old, new = (None if path is None else stack.enter_context(Checkpoint(path)) for path in (base, target))
         state = new if old is None else old

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def inspect(delta: Delta, as_json: AsJson = False) -> None:
     """What a delta holds: tensors, changed elements, density, bytes, lineage. Validates all of it."""
     with refusals():
-        from refdelta.apply import read_delta
+        from refdelta.files.reading import read_delta
 
         report = _report(read_delta(delta))
     if as_json:
@@ -42,9 +42,10 @@ def compose(
     with refusals():
         from dataclasses import replace
 
-        from refdelta.apply import compose, read_delta
-        from refdelta.checkpoint_verify import COMPOSED_OF
-        from refdelta.encode import check_output, write_delta
+        from refdelta.checkpoints.verifying import COMPOSED_OF
+        from refdelta.codec.composition import compose
+        from refdelta.files.reading import read_delta
+        from refdelta.files.writing import check_output, write_delta
 
         check_output(output, overwrite=force)
         parts = [read_delta(path) for path in deltas]
@@ -55,7 +56,7 @@ def compose(
 
 
 def _count(delta: spec.Delta) -> int:
-    from refdelta.checkpoint_verify import COMPOSED_OF
+    from refdelta.checkpoints.verifying import COMPOSED_OF
 
     known = delta.extra.get(COMPOSED_OF)
     return known if isinstance(known, int) else 1

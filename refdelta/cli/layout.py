@@ -19,7 +19,7 @@ from rich.text import Text
 from refdelta.cli.output import FAILED, AsJson, console, print_json, print_table, refusals
 
 if TYPE_CHECKING:
-    from refdelta.layout_map import LayoutMap, LayoutReport, Region
+    from refdelta.layout.map import LayoutMap, LayoutReport, Region
 
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)", re.ASCII)
@@ -56,11 +56,11 @@ def layout(
 ) -> int:
     """Where every tensor of a checkpoint stands in a vLLM engine, proven. Exit 1 when a proof fails or maps differ."""
     with refusals():
-        from refdelta.layout_proofs import AcrossRanks
-        from refdelta.model_files import ModelFiles
+        from refdelta.checkpoints.model_files import ModelFiles
+        from refdelta.layout.proofs import AcrossRanks
 
         if picture is not None:
-            from refdelta.layout_picture import check_picture
+            from refdelta.layout.picture import check_picture
 
             check_picture(picture)
         source = asked or (Source.BOTH if _has_vllm() else Source.RULES)
@@ -77,7 +77,7 @@ def layout(
         findings = together.findings() if rank is None else list(shown[0].check().findings())
         findings = [*findings, *_left_out(ruled, traced)]
         if picture is not None:
-            from refdelta.layout_picture import draw
+            from refdelta.layout.picture import draw
 
             draw(shown, layer, picture)
     if as_json:
@@ -97,7 +97,7 @@ def _ranks(tp: int, rank: int | None) -> tuple[int, ...]:
 
 def _local(model: str) -> Path:
     """The path itself, else a hub id's config: from the local cache, and from the hub where that is not offline."""
-    from refdelta.files import exists
+    from refdelta.files.opening import exists
     from refdelta.spec import DeltaError, Reason
 
     path = Path(model)
@@ -122,7 +122,7 @@ def _local(model: str) -> Path:
 
 
 def _by_rules(files: Any, sizes: _Sizes) -> list[LayoutMap]:
-    from refdelta.layout_map import layout_from_config
+    from refdelta.layout.families.rules import layout_from_config
 
     return [
         layout_from_config(
@@ -143,7 +143,7 @@ def _has_vllm() -> bool:
 
 def _by_trace(path: Path, sizes: _Sizes, *, unasked: bool) -> list[LayoutMap]:
     from refdelta.spec import DeltaError
-    from refdelta.vllm.trace import trace_config_ranks
+    from refdelta.vllm.tracing.recorder import trace_config_ranks
 
     try:
         return trace_config_ranks(path, tp_size=sizes.tp, ranks=sizes.ranks, expert_parallel=sizes.expert_parallel)
@@ -155,7 +155,7 @@ def _by_trace(path: Path, sizes: _Sizes, *, unasked: bool) -> list[LayoutMap]:
 
 
 def _differences(ruled: Sequence[LayoutMap], traced: Sequence[LayoutMap], sizes: _Sizes) -> list[dict[str, Any]]:
-    from refdelta.layout_proofs import difference
+    from refdelta.layout.proofs import difference
 
     return [
         {"rank": rank, **asdict(found)}
@@ -166,7 +166,7 @@ def _differences(ruled: Sequence[LayoutMap], traced: Sequence[LayoutMap], sizes:
 
 def _left_out(ruled: Sequence[LayoutMap], traced: Sequence[LayoutMap]) -> list[str]:
     """What the architecture has a place for and vLLM's loader puts nowhere: no engine would hold it."""
-    from refdelta.layout_proofs import lost
+    from refdelta.layout.proofs import lost
 
     names = {name: None for one, other in zip(ruled, traced, strict=False) for name in lost(one, other)}
     return [f"checkpoint tensor {name} reaches no parameter of vLLM's, though the rules have a place" for name in names]
@@ -254,7 +254,7 @@ def _regions(one: LayoutMap) -> Table:
 
 def _box_words(region: Region, shape: Sequence[int], *, of_param: bool) -> str:
     """The box as ranges of the axes, or its offset where it follows none."""
-    from refdelta.layout_map import extent
+    from refdelta.layout.boxes import extent
 
     found = region.param_box if of_param else region.source_box
     ranges = extent(found, tuple(shape))

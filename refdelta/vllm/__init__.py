@@ -1,1 +1,6 @@
 """Everything that imports vLLM."""
+
+from typing import Final
+
+BACKENDS: Final = ("delta_snapshot", "refdelta")
+"""The names under which `refdelta.vllm.plugin` registers the backend with vLLM."""

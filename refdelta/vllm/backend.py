@@ -26,16 +26,17 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 from refdelta.spec import DeltaError, Reason, is_int
-from refdelta.vllm import compat
-from refdelta.vllm.allowlist import check_engine
-from refdelta.vllm.anchor import AnchorUpdate, Stated, is_checkpoint
-from refdelta.vllm.ledger import Ledger
-from refdelta.vllm.loaded_files import LoadedFiles
-from refdelta.vllm.options import options_of
-from refdelta.vllm.ranks import Agreed, RankGroup, StepFailed, Told
-from refdelta.vllm.session import Session
+from refdelta.vllm.assumptions import versions
+from refdelta.vllm.assumptions.allowlist import check_engine
+from refdelta.vllm.assumptions.loaded_files import LoadedFiles
 from refdelta.vllm.startup import prove
-from refdelta.vllm.update import Update
+from refdelta.vllm.update.anchor import AnchorUpdate, Stated, is_checkpoint
+from refdelta.vllm.update.ledger import Ledger
+from refdelta.vllm.update.options import options_of
+from refdelta.vllm.update.ranks import Agreed, RankGroup, StepFailed, Told
+from refdelta.vllm.update.session import Session
+from refdelta.vllm.update.updating import Update
+from refdelta.vllm.worker import wrap_worker
 
 __all__ = ["DeltaInitInfo", "DeltaSnapshotEngine", "DeltaUpdateInfo"]
 
@@ -98,12 +99,12 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        compat.check_version()
+        versions.check_version()
         self.unproven = check_engine(vllm_config, model)
         if self.unproven:
             logger.warning(_UNPROVEN, ", ".join(self.unproven))
         self.options = options_of(vllm_config.additional_config)
-        compat.wrap_worker()
+        wrap_worker(DeltaSnapshotEngine)
         self.ranks = RankGroup.world()
         proved = prove(model, LoadedFiles(vllm_config, model), self.ranks)
         self.target, self.shares, self.ledger = proved.target, proved.shares, proved.ledger
@@ -219,8 +220,8 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         return {
             "rank": self.ranks.rank,
             "backend": "delta_snapshot",
-            "refdelta": compat.refdelta_version(),
-            "vllm": compat.installed_version(),
+            "refdelta": versions.refdelta_version(),
+            "vllm": versions.installed_version(),
             "unproven": list(self.unproven),
             "run_id": self.ledger.run_id,
             "version": self.ledger.version,

@@ -15,7 +15,8 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.logger import init_logger
 
-    from refdelta.vllm.compat import BACKENDS, keep_cpu_weights_unpacked
+    from refdelta.vllm import BACKENDS
+    from refdelta.vllm.assumptions.linears import keep_cpu_weights_unpacked
 
     for name in BACKENDS:
         try:

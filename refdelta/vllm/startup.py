@@ -11,22 +11,30 @@ import torch
 from torch import nn
 from vllm.logger import init_logger
 
-from refdelta import digest
-from refdelta.checkpoint import Checkpoint
-from refdelta.layout_map import LayoutMap
+from refdelta.checkpoints.reading import Checkpoint
+from refdelta.codec import digests as digest
+from refdelta.layout.map import LayoutMap
 from refdelta.spec import DeltaError, Reason
-from refdelta.vllm.attest import Attestation, attest, packed_layers, said, unlike
-from refdelta.vllm.compat import installed_version
-from refdelta.vllm.experts import as_loaded, expert_layers, kernel, reads_live_weights
-from refdelta.vllm.ledger import Ledger
-from refdelta.vllm.loaded_files import LoadedFiles
-from refdelta.vllm.position_map import PositionMap
-from refdelta.vllm.postload import Standing, recover_permutations, verdicts
-from refdelta.vllm.ranks import RankGroup
-from refdelta.vllm.shares import Boxes, Shares, boxes_by_source, census, counted_regions, header_sum, held_nowhere
-from refdelta.vllm.target import Target
-from refdelta.vllm.trace import runtime_tensors, trace_model
-from refdelta.vllm.unmapped import Unmapped, accounts, find
+from refdelta.vllm.assumptions.experts import as_loaded, expert_layers, kernel, reads_live_weights
+from refdelta.vllm.assumptions.loaded_files import LoadedFiles
+from refdelta.vllm.assumptions.versions import installed_version
+from refdelta.vllm.proof.attest import Attestation, attest, packed_layers, said, unlike
+from refdelta.vllm.proof.position_maps import PositionMap
+from refdelta.vllm.proof.post_load import Standing, recover_permutations, verdicts
+from refdelta.vllm.proof.unmapped import Unmapped, accounts, find
+from refdelta.vllm.tracing.recorder import runtime_tensors, trace_model
+from refdelta.vllm.update.block_digests import (
+    Boxes,
+    Shares,
+    boxes_by_source,
+    census,
+    counted_regions,
+    header_sum,
+    held_nowhere,
+)
+from refdelta.vllm.update.ledger import Ledger
+from refdelta.vllm.update.proven_layout import Target
+from refdelta.vllm.update.ranks import RankGroup
 
 __all__ = ["Proved", "prove"]
 

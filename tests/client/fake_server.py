@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from refdelta.vllm.client import Client
-from refdelta.vllm.http_engine import HttpEngine
+from refdelta.vllm.calls.client import Client
+from refdelta.vllm.calls.http import HttpEngine
 
 Reaction = Callable[[httpx.Request], httpx.Response | None]
 """What happens instead of a call: an answer, an exception, or None for the usual answer."""

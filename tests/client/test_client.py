@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from refdelta.spec import DeltaError, Reason
-from refdelta.vllm.client import Client, LocalEngine
+from refdelta.vllm.calls.client import Client, LocalEngine
 from tests.client.fake_server import FakeServer, Reaction, answer, done_but_unheard, failed, lost
 
 STATUS = ["is_paused", "refdelta_status", "weight_info"]
@@ -474,7 +474,7 @@ def test_a_client_that_is_killed_anywhere(kv: Any, cut: int, after: bool) -> Non
     """Before its nth call reaches the engine, or before it hears the answer: a new client brings the engine back."""
     server = FakeServer()
     transport = httpx.MockTransport(lambda request: limited(server, request, cut, after=after))
-    from refdelta.vllm.http_engine import HttpEngine
+    from refdelta.vllm.calls.http import HttpEngine
 
     with pytest.raises(Killed):
         Client(HttpEngine("http://fake", transport=transport)).sync("/d1", kv=kv, weight_version="v1")
@@ -661,7 +661,7 @@ def test_what_it_imports(blocked: list[str], program: str) -> None:
 
 
 def test_a_url_is_enough() -> None:
-    from refdelta.vllm.http_engine import HttpEngine
+    from refdelta.vllm.calls.http import HttpEngine
 
     client = Client("http://127.0.0.1:1")
     assert isinstance(client.engine, HttpEngine)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from refdelta import Delta, DeltaError, Lineage, Reason, TensorPatch, apply_delta, bits, diff
+from refdelta import Delta, DeltaError, Lineage, Reason, TensorPatch, apply_delta, diff
+from refdelta.codec import bits
 from tests.codec.support import (
     DTYPES,
     LAYOUTS,

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from refdelta import DeltaError, Reason, bits
+from refdelta import DeltaError, Reason
+from refdelta.codec import bits
 from tests.codec.support import DTYPES, LAYOUTS, bf16, bytes_of, patterns, random_tensor, strided_like
 
 SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (5, 3), (2, 3, 4), (1, 9), (4, 1, 3)]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from refdelta import Delta, DeltaError, Lineage, Reason, TensorPatch, apply_to_checkpoint, diff, read_delta, write_delta
-from refdelta.checkpoint import Checkpoint
-from refdelta.checkpoint_apply import patch_checkpoint
-from refdelta.checkpoint_diff import diff_checkpoints
+from refdelta.checkpoints.diffing import diff_checkpoints
+from refdelta.checkpoints.patching import patch_checkpoint
+from refdelta.checkpoints.reading import Checkpoint
 from refdelta.digest import state_digest
 from refdelta.encode import DeltaEncoder
 from tests.codec.checkpoints import INDEX, changed, every_dtype, safetensors, split, write
@@ -26,7 +26,7 @@ from tests.codec.support import assert_same, bf16, bytes_of
 @pytest.fixture(params=[1 << 21, 48, 8], ids=["whole", "48 bytes", "8 bytes"])
 def runs_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """The bytes that are streamed at once: tensors come in one run, in several with a rest, in many."""
-    monkeypatch.setattr("refdelta.checkpoint.RUN_BYTES", request.param)
+    monkeypatch.setattr("refdelta.checkpoints.reading.RUN_BYTES", request.param)
     return int(request.param)
 
 
@@ -432,7 +432,7 @@ def with_lineage(tmp_path: Path, **over: object) -> Path:
 def test_fault_15_a_delta_of_another_base_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: int
 ) -> None:
-    monkeypatch.setattr("refdelta.checkpoint.RUN_BYTES", runs)
+    monkeypatch.setattr("refdelta.checkpoints.reading.RUN_BYTES", runs)
     delta = with_lineage(tmp_path)
     apply_to_checkpoint(delta, tmp_path / "base", tmp_path / "out")
     error = refusal(lambda: apply_to_checkpoint(delta, tmp_path / "out", tmp_path / "twice"))

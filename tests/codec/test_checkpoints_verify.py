@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from refdelta import INVARIANTS, METADATA_FILE, Delta, DeltaError, Lineage, TensorPatch, diff, write_delta
-from refdelta.checkpoint import Checkpoint
-from refdelta.checkpoint_apply import write_run
-from refdelta.checkpoint_checks import CHECKS, Run
-from refdelta.checkpoint_diff import diff_checkpoints
-from refdelta.checkpoint_verify import COMPOSED_OF, Finding, verify
+from refdelta.checkpoints.checks import CHECKS, Run
+from refdelta.checkpoints.diffing import diff_checkpoints
+from refdelta.checkpoints.patching import write_run
+from refdelta.checkpoints.reading import Checkpoint
+from refdelta.checkpoints.verifying import COMPOSED_OF, Finding, verify
 from tests.codec.checkpoints import changed, every_dtype, split, write
 from tests.codec.support import bf16, edit_metadata, write_v2
 
@@ -26,7 +26,7 @@ OF_STATES = ("bit_exact", "idempotent", "minimal", "deterministic", "composes", 
 
 @pytest.fixture(params=[1 << 21, 16], ids=["whole", "16 bytes"], autouse=True)
 def _runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("refdelta.checkpoint.RUN_BYTES", request.param)
+    monkeypatch.setattr("refdelta.checkpoints.reading.RUN_BYTES", request.param)
 
 
 def found(delta: Path, base: Path | None = None, target: Path | None = None) -> dict[str, str]:
@@ -217,15 +217,15 @@ def test_broken_writes_are_seen(made: Made, monkeypatch: pytest.MonkeyPatch) -> 
         run.view(torch.uint8)[0] ^= 1
         return write_run(patch, start, run) if start else patch.values
 
-    monkeypatch.setattr("refdelta.checkpoint_checks.write_run", forgets)
+    monkeypatch.setattr("refdelta.checkpoints.checks.write_run", forgets)
     assert found(delta, base, target)["inverts"] == "fails"
-    monkeypatch.setattr("refdelta.checkpoint_checks.write_run", adds_up)
+    monkeypatch.setattr("refdelta.checkpoints.checks.write_run", adds_up)
     assert found(delta, base)["idempotent"] == "fails"
 
 
 def test_a_composition_where_the_earlier_one_wins_is_seen(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     base, _, delta = made
-    monkeypatch.setattr("refdelta.checkpoint_checks.compose", lambda deltas: next(iter(deltas)))
+    monkeypatch.setattr("refdelta.checkpoints.checks.compose", lambda deltas: next(iter(deltas)))
     assert found(delta, base)["composes"] == "fails"
 
 

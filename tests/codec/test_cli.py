@@ -11,17 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from refdelta import (
-    DELTA_FILE,
-    METADATA_FILE,
-    Delta,
-    Lineage,
-    TensorPatch,
-    __version__,
-    cli,
-    read_delta,
-    write_delta,
-)
+from refdelta import DELTA_FILE, METADATA_FILE, Delta, Lineage, TensorPatch, __version__, cli, read_delta, write_delta
 from tests.codec.support import bf16, edit_metadata
 
 COMMAND = Path(sys.executable).parent / "refdelta"

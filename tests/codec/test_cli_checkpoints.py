@@ -96,7 +96,7 @@ def test_everything_says_it_in_json(tmp_path: Path, places: tuple[Path, Path], r
 
 
 def state(place: Path) -> dict[str, torch.Tensor]:
-    from refdelta.checkpoint import Checkpoint
+    from refdelta.checkpoints.reading import Checkpoint
 
     with Checkpoint(place) as checkpoint:
         return dict(checkpoint)
@@ -198,7 +198,7 @@ def test_outputs_that_cannot_be_are_refused_before_any_work(
     def work(*_: object, **__: object) -> None:
         raise AssertionError("worked before it looked at the output")
 
-    for name in ("refdelta.checkpoint_diff.diff_checkpoints", "refdelta.apply.read_delta"):
+    for name in ("refdelta.checkpoints.diffing.diff_checkpoints", "refdelta.files.reading.read_delta"):
         monkeypatch.setattr(name, work)
     for command in (("diff", base, target), ("apply", delta, base), ("compose", delta, delta)):
         refused(refdelta(*command, "-o", out), "target_exists")

@@ -25,12 +25,12 @@ from refdelta import (
     Reason,
     TensorPatch,
     apply_delta,
-    composition,
     diff,
     read_delta,
     write_delta,
 )
 from refdelta.apply import compose, join
+from refdelta.codec import composition
 from refdelta.digest import state_digest
 from refdelta.spec import INVARIANTS, copy_state
 from tests.codec.support import assert_same, bf16, patterns

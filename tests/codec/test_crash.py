@@ -14,8 +14,10 @@ from pathlib import Path
 import kill_writer
 import pytest
 
-from refdelta import DELTA_FILE, DeltaError, Reason, files, read_delta, write_delta
-from refdelta.checkpoint import Checkpoint
+from refdelta import DELTA_FILE, DeltaError, Reason, read_delta, write_delta
+from refdelta.checkpoints.reading import Checkpoint
+from refdelta.files import atomic as files
+from refdelta.files import opening
 from tests.codec.versioned import refusal, version_at, versioned
 
 
@@ -82,7 +84,7 @@ def test_a_reader_starts_again_where_the_delta_was_replaced_under_it(
 ) -> None:
     target = write_delta(versioned(1), tmp_path / "d")
     opened: list[str] = []
-    original = files.open_file
+    original = opening.open_file
 
     def replacing(path: Path, missing: Reason, name: str | None = None, dir_fd: int | None = None) -> object:
         opened.append(str(name))
@@ -90,7 +92,7 @@ def test_a_reader_starts_again_where_the_delta_was_replaced_under_it(
             write_delta(versioned(2), target, overwrite=True)
         return original(path, missing, name, dir_fd)
 
-    monkeypatch.setattr(files, "open_file", replacing)
+    monkeypatch.setattr(opening, "open_file", replacing)
     assert version_at(target) == 2
     assert len(opened) == 4
 
@@ -98,7 +100,7 @@ def test_a_reader_starts_again_where_the_delta_was_replaced_under_it(
 def test_fault_20_a_delta_that_is_pruned_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of it read, the rest gone: no delta, and no waiting for another one."""
     target = write_delta(versioned(1), tmp_path / "d")
-    original = files.open_file
+    original = opening.open_file
 
     def pruning(path: Path, missing: Reason, name: str | None = None, dir_fd: int | None = None) -> object:
         if name == DELTA_FILE:
@@ -107,7 +109,7 @@ def test_fault_20_a_delta_that_is_pruned_meanwhile_is_refused(tmp_path: Path, mo
             target.rmdir()
         return original(path, missing, name, dir_fd)
 
-    monkeypatch.setattr(files, "open_file", pruning)
+    monkeypatch.setattr(opening, "open_file", pruning)
     assert refusal(lambda: read_delta(target)).reason is Reason.NOT_A_DELTA
 
 

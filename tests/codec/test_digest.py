@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from conformance import digests, oracle, strategies
-from refdelta import DeltaError, Reason, TensorPatch, bits, diff, digest
+from refdelta import DeltaError, Reason, TensorPatch, diff
+from refdelta.codec import bits
+from refdelta.codec import digests as digest
 from tests.codec.support import LAYOUTS, bf16, strided_like
 
 ALL = tuple(oracle.DTYPES)

@@ -21,18 +21,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from refdelta import (
-    DELTA_FILE,
-    METADATA_FILE,
-    Delta,
-    DeltaError,
-    Reason,
-    TensorPatch,
-    apply_to_checkpoint,
-    files,
-    write_delta,
-)
-from refdelta.checkpoint import INDEX_FILE, Checkpoint
+from refdelta import DELTA_FILE, METADATA_FILE, Delta, DeltaError, Reason, TensorPatch, apply_to_checkpoint, write_delta
+from refdelta.checkpoints.reading import INDEX_FILE, Checkpoint
+from refdelta.files import atomic as files
+from refdelta.files import opening
 from tests.codec.versioned import refusal, version_at, versioned
 
 WITHOUT_SYNC = [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS]
@@ -388,7 +380,7 @@ def test_a_reader_that_holds_the_lower_one_never_sees_the_other(
 ) -> None:
     """Half of it read, then replaced: it starts again and reads the new one."""
     thing = in_lower_layer(a_delta(tmp_path), monkeypatch)
-    original, opened = files.open_file, []
+    original, opened = opening.open_file, []
 
     def replacing(path: Path, missing: Reason, name: str | None = None, dir_fd: int | None = None) -> object:
         opened.append(name)
@@ -396,7 +388,7 @@ def test_a_reader_that_holds_the_lower_one_never_sees_the_other(
             thing.write()
         return original(path, missing, name, dir_fd)
 
-    monkeypatch.setattr(files, "open_file", replacing)
+    monkeypatch.setattr(opening, "open_file", replacing)
     assert version_at(thing.target) == 2
     assert opened == [METADATA_FILE, DELTA_FILE] * 2
 
@@ -541,7 +533,7 @@ def test_on_a_real_overlay(mounted: Callable[[str], str], tmp_path: Path) -> Non
             target.rename(merged / "elsewhere")
         except OSError as error:
             print(error.strerror)
-        with files.Folder(target) as held:
+        with opening.Folder(target) as held:
             held.open("metadata.json").close()
             write_delta(versioned(2), target, overwrite=True)
             assert not held.is_current()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from refdelta import DELTA_FILE, METADATA_FILE, Delta, DeltaError, Reason, TensorPatch, read_delta, write_delta
-from refdelta.checkpoint import Checkpoint
+from refdelta.checkpoints.reading import Checkpoint
 from tests.codec.checkpoints import INDEX, write
 from tests.codec.support import bf16, container, edit_header, edit_metadata
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from refdelta import DeltaEncoder, DeltaError, Reason, apply_delta, diff
-from refdelta.names import WRAPPERS, checkpoint_name, checkpoint_names
+from refdelta.codec.names import WRAPPERS, checkpoint_name, checkpoint_names
 from tests.codec.support import assert_same
 
 NAME = "model.layers.3.self_attn.q_proj.weight"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from refdelta import Delta, DeltaError, Reason, TensorPatch, read_delta, write_delta
-from refdelta.checkpoint import Checkpoint
+from refdelta.checkpoints.reading import Checkpoint
 from tests.codec.checkpoints import write
 
 BROKEN = (errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE)

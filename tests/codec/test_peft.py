@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from refdelta import DeltaEncoder, DeltaError, Reason, apply_delta, diff, state_digest
-from refdelta.state import named_tensors
+from refdelta.codec.state import named_tensors
 from tests.codec.support import assert_same
 
 LORA = "model.q_proj.lora_A.default.weight"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from refdelta import DELTA_FILE, METADATA_FILE, Delta, DeltaError, Lineage, Reason, TensorPatch, read_delta, write_delta
-from refdelta.container import read_header
+from refdelta.files.container import read_header
 from tests.codec.support import bf16, container, edit_header, edit_metadata, split_container, write_metadata, write_v2
 
 Layer = tuple[str, list[int], Tensor, Tensor]

@@ -25,10 +25,10 @@ from refdelta import (
     Reason,
     TensorPatch,
     diff,
-    encode,
     read_delta,
     write_delta,
 )
+from refdelta.files import writing
 from tests.codec.support import DTYPES, bf16, bytes_of, change, random_tensor, split_container, write_v2
 
 
@@ -393,9 +393,9 @@ def test_other_readers_take_what_is_written(tmp_path: Path) -> None:
 def test_a_header_longer_than_readers_take_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     delta = small()
     length = int.from_bytes((write_delta(delta, tmp_path / "usual") / DELTA_FILE).read_bytes()[:8], "little")
-    monkeypatch.setattr(encode, "MAX_HEADER_BYTES", length)
+    monkeypatch.setattr(writing, "MAX_HEADER_BYTES", length)
     write_delta(delta, tmp_path / "just")
-    monkeypatch.setattr(encode, "MAX_HEADER_BYTES", length - 1)
+    monkeypatch.setattr(writing, "MAX_HEADER_BYTES", length - 1)
     with pytest.raises(DeltaError) as caught:
         write_delta(delta, tmp_path / "over")
     assert caught.value.reason is Reason.BAD_HEADER

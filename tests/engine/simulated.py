@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from refdelta import digest
-from refdelta.checkpoint import Checkpoint
+from refdelta.checkpoints.reading import Checkpoint
+from refdelta.codec import digests as digest
 from refdelta.layout_map import LayoutMap
 from refdelta.spec import Delta
-from refdelta.vllm.attest import Attestation
-from refdelta.vllm.ledger import Ledger
-from refdelta.vllm.memory import Memory
-from refdelta.vllm.options import Options
-from refdelta.vllm.ranks import RankGroup
-from refdelta.vllm.shares import Shares, boxes_by_source, census, header_sum
-from refdelta.vllm.target import Target
-from refdelta.vllm.unmapped import Unmapped, accounts, find
-from refdelta.vllm.update import DeltaUpdate
+from refdelta.vllm.proof.attest import Attestation
+from refdelta.vllm.proof.memory import Memory
+from refdelta.vllm.proof.unmapped import Unmapped, accounts, find
+from refdelta.vllm.update.block_digests import Shares, boxes_by_source, census, header_sum
+from refdelta.vllm.update.ledger import Ledger
+from refdelta.vllm.update.options import Options
+from refdelta.vllm.update.proven_layout import Target
+from refdelta.vllm.update.ranks import RankGroup
+from refdelta.vllm.update.updating import DeltaUpdate
 from tests.engine.modules import module_of
 from tests.layout.dense import Rank, lay_out
 from tests.layout.models import Engine

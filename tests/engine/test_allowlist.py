@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from refdelta.spec import DeltaError, Reason
-from refdelta.vllm.adapters import SETTINGS
-from refdelta.vllm.allowlist import check_engine
-from refdelta.vllm.compiled import INDUCTOR_OPTIONS
+from refdelta.vllm.assumptions.adapters import SETTINGS
+from refdelta.vllm.assumptions.allowlist import check_engine
+from refdelta.vllm.assumptions.compiled import INDUCTOR_OPTIONS
 
 
 class Qwen3ForCausalLM(nn.Module):

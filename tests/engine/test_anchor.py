@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from refdelta.digest import state_digest
-from refdelta.vllm.anchor import AnchorUpdate, Stated
+from refdelta.vllm.update.anchor import AnchorUpdate, Stated
 from tests.engine.simulated import Simulated, held, state_of
 from tests.layout.models import SMALL
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from refdelta import bits
+from refdelta.codec import bits
 from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo
 from refdelta.spec import DeltaError
-from refdelta.vllm.attest import Attestation, attest, packed_layers
+from refdelta.vllm.proof.attest import Attestation, attest, packed_layers
 from tests.engine.modules import module_of
 
 BF16 = torch.bfloat16

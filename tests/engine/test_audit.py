@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from refdelta import DeltaEncoder, Lineage, cli, write_delta
-from refdelta.checkpoint import Checkpoint
+from refdelta.checkpoints.reading import Checkpoint
 from refdelta.spec import Delta, DeltaError, Reason, TensorPatch
-from refdelta.vllm.audit import audit, compare, explained
-from refdelta.vllm.audit_report import AuditReport, Outcome, RankAudit, TensorAudit
+from refdelta.vllm.auditing.extension import audit, compare, explained
+from refdelta.vllm.auditing.report import AuditReport, Outcome, RankAudit, TensorAudit
 
 BF16 = torch.bfloat16
 State = dict[str, Tensor]

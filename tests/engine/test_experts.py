@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from refdelta.vllm.experts import as_loaded, loaded, reads_live_weights
-from refdelta.vllm.postload import recover_permutations
+from refdelta.vllm.assumptions.experts import as_loaded, loaded, reads_live_weights
+from refdelta.vllm.proof.post_load import recover_permutations
 from tests.engine.test_position_map import blocks
 
 BF16 = torch.bfloat16

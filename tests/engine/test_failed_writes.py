@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from refdelta import Delta, DeltaEncoder, bits, write_delta
+from refdelta import Delta, DeltaEncoder, write_delta
+from refdelta.codec import bits
 from refdelta.spec import DeltaError, Reason
-from refdelta.vllm import update
-from refdelta.vllm.shares import Shares
+from refdelta.vllm.update import updating as update
+from refdelta.vllm.update.block_digests import Shares
 from tests.engine.simulated import Simulated, State, backend_of, state_of
 from tests.layout.models import QWEN3, Engine
 

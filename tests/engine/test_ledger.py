@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from refdelta.spec import DeltaError, Lineage, Reason
-from refdelta.vllm.ledger import Ledger
-from refdelta.vllm.options import Options
+from refdelta.vllm.update.ledger import Ledger
+from refdelta.vllm.update.options import Options
 
 DIGEST = f"rd1:{7:016x}"
 

@@ -20,9 +20,9 @@ from refdelta.spec import DeltaError, Reason
 
 pytest.importorskip("vllm", reason="the loader is vLLM's")
 
-from refdelta.vllm import compat
-from refdelta.vllm.audit_report import AuditReport, Outcome
-from refdelta.vllm.loaded_files import LoadedFiles
+from refdelta.vllm.assumptions import loaded_files, versions
+from refdelta.vllm.assumptions.loaded_files import LoadedFiles
+from refdelta.vllm.auditing.report import AuditReport, Outcome
 
 COMMIT = {"main": "0" * 40, "v2": "2" * 40}
 INDEX = "model.safetensors.index.json"
@@ -214,7 +214,7 @@ def test_another_vllm_is_refused_with_a_sentence(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(DefaultModelLoader, method, lambda self, source, model=None: iter([("w", torch.zeros(2))]))
     found = refused(asked(write(tmp_path / "a", model={"w": 1.0})))
     assert found.reason is Reason.UNSUPPORTED_ENGINE
-    assert f"vLLM {compat.installed_version()}: DefaultModelLoader.{method} " in found.detail
+    assert f"vLLM {versions.installed_version()}: DefaultModelLoader.{method} " in found.detail
 
 
 def test_files_that_have_gone(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_an_anchor_that_is_replaced_while_it_is_opened(tmp_path: Path, monkeypat
     """Its shards have other names by the time that they are opened."""
     files = asked(write(tmp_path / "own", model={"w": 1.0}))
     path = write(tmp_path / "a", model_1={"w": 2.0})
-    real = compat.weight_files
+    real = loaded_files.weight_files
 
     def then_replaced(*arguments: Any) -> Any:
         found = real(*arguments)
@@ -278,13 +278,13 @@ def test_an_anchor_that_is_replaced_while_it_is_opened(tmp_path: Path, monkeypat
             write(path, model_2={"w": 3.0})
         return found
 
-    monkeypatch.setattr("refdelta.vllm.loaded_files.weight_files", then_replaced)
+    monkeypatch.setattr("refdelta.vllm.assumptions.loaded_files.weight_files", then_replaced)
     assert anchored(files, path) == {"w": 3.0}
 
 
 def test_an_audit_reads_a_directory_as_the_engine_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine was started on the same directory, so nothing differs."""
-    from refdelta.vllm.audit import AuditExtension
+    from refdelta.vllm.auditing.extension import AuditExtension
 
     class Model(nn.Module):
         def __init__(self) -> None:

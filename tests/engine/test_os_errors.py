@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import save_file
 
 from refdelta.spec import DeltaError, Reason
-from refdelta.vllm.ranks import RankGroup, StepFailed
+from refdelta.vllm.update.ranks import RankGroup, StepFailed
 from tests.codec.test_os_errors import BROKEN, CALLS, fail
 from tests.engine.simulated import state_of
 from tests.engine.test_last_error import backend, good

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from refdelta.vllm.position_map import PositionMap
+from refdelta.vllm.proof.position_maps import PositionMap
 
 BF16 = torch.bfloat16
 

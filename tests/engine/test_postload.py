@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from refdelta import bits
+from refdelta.codec import bits
 from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo
 from refdelta.spec import TensorPatch
-from refdelta.vllm.attest import attest
-from refdelta.vllm.forked import ChildFailed, in_child
-from refdelta.vllm.position_map import PositionMap
-from refdelta.vllm.postload import NotAPermutation, Verdict, permutations, verdicts
-from refdelta.vllm.target import Target
+from refdelta.vllm.proof.attest import attest
+from refdelta.vllm.proof.forked import ChildFailed, in_child
+from refdelta.vllm.proof.position_maps import PositionMap
+from refdelta.vllm.proof.post_load import NotAPermutation, Verdict, permutations, verdicts
+from refdelta.vllm.update.proven_layout import Target
 from tests.engine.test_position_map import blocks
 
 BF16 = torch.bfloat16

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from refdelta.spec import DeltaError, Reason
-from refdelta.vllm.ranks import Agreed, RankGroup, StepFailed
+from refdelta.vllm.update.ranks import Agreed, RankGroup, StepFailed
 
 
 def run(size: int, action: Callable[[int], Agreed]) -> list[StepFailed | None]:

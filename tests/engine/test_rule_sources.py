@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from refdelta.families import table_of
+from refdelta.layout.families import table_of
 from refdelta.layout_map import layout_from_config
 from tests.layout.models import GEMMA4, GEMMA4_MOE, QWEN3, QWEN3_MOE, TOWERS, wrapped
 

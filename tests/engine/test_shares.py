@@ -11,9 +11,9 @@ from conformance import digests
 from refdelta import DeltaEncoder
 from refdelta.digest import state_digest
 from refdelta.spec import Delta, DeltaError, Reason
-from refdelta.vllm import shares as shares_module
-from refdelta.vllm.ledger import Account, Ledger
-from refdelta.vllm.options import Options
+from refdelta.vllm.update import block_digests as shares_module
+from refdelta.vllm.update.ledger import Account, Ledger
+from refdelta.vllm.update.options import Options
 from tests.engine.simulated import Simulated, State, held, state_of
 from tests.layout.models import SMALL
 

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from refdelta import Delta, TensorPatch, diff, write_delta
-from refdelta.checkpoint import Checkpoint
+from refdelta.checkpoints.reading import Checkpoint
 from refdelta.digest import state_digest
 from refdelta.spec import DeltaError, Reason
-from refdelta.vllm.ranks import RankGroup
+from refdelta.vllm.update.ranks import RankGroup
 from tests.engine.test_last_error import backend
 
 pytest.importorskip("vllm", reason="the proof imports vLLM")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from refdelta.layout_map import Box
 from refdelta.spec import DeltaError, Reason
-from refdelta.vllm.trace import runtime_aliases, trace_model
+from refdelta.vllm.tracing.recorder import runtime_aliases, trace_model
 
 BF16 = torch.bfloat16
 Loader = Callable[["Toy", Mapping[str, Tensor]], None]

@@ -16,15 +16,15 @@ import torch
 from hypothesis import given
 
 from conformance import checkpoints
-from refdelta.families import table_of
-from refdelta.families.gemma4 import MULTIMODAL
+from refdelta.checkpoints.model_files import ModelFiles
+from refdelta.layout.families import table_of
+from refdelta.layout.families.gemma4 import MULTIMODAL
+from refdelta.layout.proofs import AcrossRanks, difference, lost
 from refdelta.layout_map import LayoutMap, TensorInfo, layout_from_config
-from refdelta.layout_proofs import AcrossRanks, difference, lost
-from refdelta.model_files import ModelFiles
 from refdelta.spec import DeltaError, Reason
-from refdelta.vllm.meta_engine import Sizes
-from refdelta.vllm.trace import trace_config, trace_config_ranks
-from refdelta.vllm.tracer import Tracer
+from refdelta.vllm.tracing.meta_engine import Sizes
+from refdelta.vllm.tracing.recorder import trace_config, trace_config_ranks
+from refdelta.vllm.tracing.tracer import Tracer
 from tests.layout.broken import BROKEN, Broken
 from tests.layout.models import GEMMA4, GEMMA4_MOE, QWEN3, QWEN3_MOE, SMALL, TOWERS, Config, Engine, engines, wrapped
 

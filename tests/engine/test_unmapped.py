@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 
 from refdelta import DeltaEncoder, compose
 from refdelta.digest import state_digest
-from refdelta.families.reasons import OTHER_RANKS, TOWER
+from refdelta.layout.reasons import OTHER_RANKS, TOWER
 from refdelta.layout_map import LayoutMap, TensorInfo
 from refdelta.spec import Delta, DeltaError, Reason, TensorPatch
-from refdelta.vllm.anchor import AnchorUpdate, Stated
-from refdelta.vllm.unmapped import NOWHERE, accounts, find
+from refdelta.vllm.proof.unmapped import NOWHERE, accounts, find
+from refdelta.vllm.update.anchor import AnchorUpdate, Stated
 from tests.engine.simulated import Simulated, State, state_of
 from tests.layout.models import SMALL, Engine
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from refdelta import Delta, TensorPatch, write_delta
-from refdelta.vllm.engine_status import read_audit, read_status
-from refdelta.vllm.ranks import RankGroup
+from refdelta.vllm.calls.status import read_audit, read_status
+from refdelta.vllm.update.ranks import RankGroup
 from tests.engine.simulated import Simulated, state_of
 from tests.engine.test_allowlist import Qwen3ForCausalLM, departed, proven
 from tests.layout.models import QWEN3, Engine
@@ -26,7 +26,7 @@ def started(monkeypatch: pytest.MonkeyPatch, device: str) -> Any:
 
     simulated = Simulated.of(engine := Engine(QWEN3), state_of(engine.rules(0), 1))
     proved = SimpleNamespace(target=simulated.targets[0], shares=simulated.shares[0], ledger=simulated.ledger)
-    monkeypatch.setattr("refdelta.vllm.compat.wrap_worker", lambda: None)
+    monkeypatch.setattr("refdelta.vllm.backend.wrap_worker", lambda engine_class: None)
     monkeypatch.setattr(RankGroup, "world", RankGroup)
     monkeypatch.setattr(backend, "LoadedFiles", lambda *arguments: None)
     monkeypatch.setattr(backend, "prove", lambda *arguments: proved)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from refdelta.families import Ranks, lay_out, table_of
-from refdelta.families.common import COLUMNS, ROWS, Cut, Row
+from refdelta.layout.families import Ranks, lay_out, table_of
+from refdelta.layout.families.common import COLUMNS, ROWS, Cut, Row
 from refdelta.layout_map import LayoutMap
 from tests.layout.models import SMALL, Config, Engine
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from refdelta.layout.boxes import coverage, extent
 from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo, uncovered_elements
-from refdelta.regions import coverage, extent
 from refdelta.spec import DeltaError, Reason, TensorPatch
 
 BF16 = torch.bfloat16

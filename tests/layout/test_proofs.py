@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refdelta.families.reasons import OTHER_RANKS, TOWER
+from refdelta.layout.reasons import OTHER_RANKS, TOWER
+from refdelta.layout.proofs import AcrossRanks, difference, lost
 from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo, coverage
-from refdelta.layout_proofs import AcrossRanks, difference, lost
 from tests.layout.models import GEMMA4, SMALL, Engine, engines
 
 INFO = TensorInfo((6, 10), torch.float32)

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refdelta.families import table_of
-from refdelta.families.reasons import OTHER_RANKS, ROTARY, SHARED_KV, TOWER
+from refdelta.layout.families import table_of
+from refdelta.layout.reasons import OTHER_RANKS, ROTARY, SHARED_KV, TOWER
+from refdelta.layout.proofs import AcrossRanks
 from refdelta.layout_map import Box, LayoutMap, TensorInfo, layout_from_config
-from refdelta.layout_proofs import AcrossRanks
 from refdelta.spec import DeltaError, Reason, TensorPatch
 from tests.layout.broken import BROKEN, Broken
 from tests.layout.dense import Array, Rank, lay_out

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from conformance.live.probe import Probe
-from refdelta.vllm.audit import AuditExtension
+from refdelta.vllm.auditing.extension import AuditExtension
 
 
 class Audited(Probe, AuditExtension):

@@ -12,8 +12,8 @@ import threading
 
 import httpx
 
-from refdelta.vllm.client import Client
-from refdelta.vllm.http_engine import HttpEngine
+from refdelta.vllm.calls.client import Client
+from refdelta.vllm.calls.http import HttpEngine
 
 
 class Killed(BaseException):

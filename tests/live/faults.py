@@ -17,7 +17,11 @@ from typing import Any
 from torch import distributed
 
 from conformance.live.probe import Probe
-from refdelta.vllm import anchor, backend, session, shares, target, update
+from refdelta.vllm import backend
+from refdelta.vllm.update import anchor, session
+from refdelta.vllm.update import block_digests as shares
+from refdelta.vllm.update import proven_layout as target
+from refdelta.vllm.update import updating as update
 from tests.live.variables import FAULT
 
 FAULTS = Path(os.environ[FAULT])

@@ -24,7 +24,7 @@ def register_silent() -> None:
 
 def _register(change: Callable[[Any], Any]) -> None:
     from refdelta.vllm import plugin
-    from refdelta.vllm import session as sessions
+    from refdelta.vllm.update import session as sessions
 
     session: Any = sessions
     from refdelta.vllm.backend import DeltaSnapshotEngine

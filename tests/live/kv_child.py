@@ -62,7 +62,7 @@ class Child:
 
     def sync(self, delta: str, kv: Any) -> None:
         """An update by refdelta's client."""
-        from refdelta.vllm.client import Client, LocalEngine
+        from refdelta.vllm.calls.client import Client, LocalEngine
 
         client = Client(LocalEngine(self.llm))
         result = client.sync(delta, kv=kv, weight_version=kv)
@@ -85,7 +85,7 @@ class Child:
 
     def back(self, checkpoint: str) -> None:
         """Start over."""
-        from refdelta.vllm.client import Client, LocalEngine
+        from refdelta.vllm.calls.client import Client, LocalEngine
 
         Client(LocalEngine(self.llm)).anchor(checkpoint, run_id="kv", version=0, kv="reset_prefix")
 

@@ -16,7 +16,7 @@ from conformance.live import changes
 from conformance.live.runner import START_TIMEOUT, Host, environment
 from conformance.live.server import Server
 from refdelta import cli
-from refdelta.vllm.audit_report import METHOD, AuditReport, Outcome
+from refdelta.vllm.auditing.report import METHOD, AuditReport, Outcome
 
 EXPERTS = "model.layers.0.mlp.experts.routed_experts.w13_weight"
 NORM = "model.layers.1.input_layernorm.weight"

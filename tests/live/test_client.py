@@ -23,8 +23,8 @@ from conformance.live.server import Server
 from refdelta import DeltaEncoder, write_delta
 from refdelta.digest import state_digest
 from refdelta.spec import DeltaError, Reason
-from refdelta.vllm.client import Client
-from refdelta.vllm.http_engine import HttpEngine
+from refdelta.vllm.calls.client import Client
+from refdelta.vllm.calls.http import HttpEngine
 from tests.live.cut import Cut, Killed
 
 ROOT = Path(__file__).parents[2]

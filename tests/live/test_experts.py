@@ -16,9 +16,9 @@ from torch import Tensor
 from conformance import checkpoints, oracle
 from conformance.live import changes, judge
 from conformance.live.runner import START_TIMEOUT, Host, HostError, environment
-from refdelta import bits
-from refdelta.vllm.forked import ChildFailed
-from refdelta.vllm.postload import permutations
+from refdelta.codec import bits
+from refdelta.vllm.proof.forked import ChildFailed
+from refdelta.vllm.proof.post_load import permutations
 
 BF16 = torch.bfloat16
 

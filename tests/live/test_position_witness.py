@@ -26,7 +26,7 @@ from conformance.live.judge import read_dumps
 from conformance.live.runner import START_TIMEOUT, Host
 from conformance.mutants.loader_run import numbers_of
 from conformance.position_code import Code, Numbers, Reading, read
-from refdelta.families.reasons import OTHER_RANKS
+from refdelta.layout.reasons import OTHER_RANKS
 from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo, layout_from_config
 
 pytestmark = pytest.mark.timeout(600)

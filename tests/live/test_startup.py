@@ -17,7 +17,7 @@ from conformance.live.runner import START_TIMEOUT, Host, HostError, environment
 from refdelta import diff, write_delta
 from refdelta.digest import state_digest
 from refdelta.spec import DeltaError
-from refdelta.vllm.options import options_of
+from refdelta.vllm.update.options import options_of
 
 REGISTER = """
 import os

@@ -11,7 +11,7 @@ from conformance import digests
 from conformance.checkpoints import State
 from conformance.live import changes
 from refdelta import DeltaEncoder, compose
-from refdelta.vllm.audit_report import METHOD, AuditReport, Outcome
+from refdelta.vllm.auditing.report import METHOD, AuditReport, Outcome
 from tests.live.rig import Engine, running
 from tests.live.test_fused import grouped_with_biases
 

@@ -25,12 +25,12 @@ def _dump_and_trace(self: Any, directory: str) -> str:
 
 
 def _traced(model: Any, directory: Path) -> dict[str, object]:
-    from refdelta.checkpoint import Checkpoint
-    from refdelta.vllm.attest import attest, packed_layers
-    from refdelta.vllm.experts import as_loaded
-    from refdelta.vllm.position_map import PositionMap
-    from refdelta.vllm.postload import recover_permutations, verdicts
-    from refdelta.vllm.trace import trace_model
+    from refdelta.checkpoints.reading import Checkpoint
+    from refdelta.vllm.assumptions.experts import as_loaded
+    from refdelta.vllm.proof.attest import attest, packed_layers
+    from refdelta.vllm.proof.position_maps import PositionMap
+    from refdelta.vllm.proof.post_load import recover_permutations, verdicts
+    from refdelta.vllm.tracing.recorder import trace_model
 
     places = recover_permutations(model)
     with Checkpoint(directory) as checkpoint:

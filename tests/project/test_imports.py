@@ -1,6 +1,7 @@
 """Which module may import which: one direction, a small core, vLLM in one place, an oracle that borrows nothing."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,26 +13,33 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# From the format outwards; a module imports from its own line and the lines above, and no circle forms.
-LAYERS: tuple[tuple[str, ...], ...] = (
+# From the format outwards, one line a floor. A module imports from its own room and from floors below; rooms of one
+# floor do not know each other. What is not a folder is a room of one module.
+FLOORS: tuple[tuple[str, ...], ...] = (
     ("plain",),
-    ("spec", "posix"),
-    ("bits", "files", "names"),
-    ("container", "peft", "state", "regions"),
-    ("digest", "families"),
-    ("composition", "layout_map"),
-    ("encode", "apply", "checkpoint", "checkpoint_apply"),
-    ("checkpoint_diff", "checkpoint_checks", "model_files", "layout_proofs", "layout_picture"),
-    ("checkpoint_verify",),
-    ("store", "telemetry", "trainer", "vllm"),
-    ("gate", "cli", "__init__"),
+    ("spec",),
+    ("codec",),
+    ("files",),
+    ("layout", "checkpoints", "digest"),
+    ("layout.families",),
+    ("apply", "encode", "layout_map"),
+    ("vllm", "trainer"),
+    ("vllm.assumptions",),
+    ("vllm.tracing", "vllm.worker", "vllm.plugin"),
+    ("vllm.proof",),
+    ("vllm.update", "vllm.auditing"),
+    ("vllm.calls", "vllm.startup"),
+    ("vllm.backend",),
+    # Names by which modules of rooms are known outside.
+    ("vllm.client", "vllm.trace", "vllm.audit", "vllm.http_engine", "vllm.attest", "vllm.postload"),
+    ("store", "telemetry"),
+    ("gate", "cli"),
+    ("__init__",),
 )
-LEVEL = {module: level for level, layer in enumerate(LAYERS) for module in layer}
-CORE = (
-    *("plain", "spec", "posix", "bits", "files", "names", "peft", "container", "state", "digest", "composition"),
-    *("encode", "apply"),
-    *("regions", "families", "layout_map"),
-)
+LEVEL = {room: level for level, floor in enumerate(FLOORS) for room in floor}
+FACADES = ("digest", "apply", "encode", "layout_map")
+"""What is imported from outside: re-exports, and nothing inside a room imports one."""
+CORE = ("plain", "spec", "codec", "files", "layout", "layout.families", *FACADES)
 CORE_NEEDS = frozenset({"torch", "numpy", "safetensors"})
 # The suite's only ways into refdelta: the reference engine, and the encoder that feeds live engines.
 ADAPTERS = {"conformance/engines.py", "conformance/live/encoder.py"}
@@ -91,17 +99,25 @@ def label(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def component(path: Path) -> str:
-    """``refdelta/vllm/trace.py`` -> ``vllm``, ``refdelta/spec.py`` -> ``spec``."""
-    return path.relative_to(ROOT / "refdelta").with_suffix("").parts[0]
+def room(dotted: str) -> str:
+    """``codec.bits`` -> ``codec``, ``layout.families.qwen3`` -> ``layout.families``, ``vllm.backend`` is its own."""
+    parts = dotted.split(".")
+    nested = [".".join(parts[:2])] if ".".join(parts[:2]) in LEVEL else []
+    return (nested or [parts[0]])[0]
+
+
+def own_room(path: Path) -> str:
+    parts = path.relative_to(ROOT / "refdelta").with_suffix("").parts
+    return "__init__" if parts == ("__init__",) else room(".".join(part for part in parts if part != "__init__"))
 
 
 def internal_target(name: str) -> str | None:
-    """The component that an imported name belongs to, ``None`` outside refdelta and for its version."""
+    """The room that an imported name belongs to, ``None`` outside refdelta and for its version."""
     parts = name.split(".")
     if parts[0] != "refdelta" or parts[1:] == ["__version__"]:
         return None
-    return parts[1] if len(parts) > 1 and parts[1] in LEVEL else "__init__"
+    found = room(".".join(parts[1:])) if len(parts) > 1 else "__init__"
+    return found if found in LEVEL else "__init__"
 
 
 def is_vllm(name: str) -> bool:
@@ -152,16 +168,44 @@ __import__("o")
 # --- refdelta ----------------------------------------------------------------------------------------------------
 
 
-def test_imports_point_one_way() -> None:
-    """Lazy imports and those for types count: they couple modules just as much."""
+def rooms_imported() -> dict[str, set[str]]:
+    """Room -> the rooms that its modules import, lazily and for types too: those couple modules just as much."""
+    graph: dict[str, set[str]] = {}
+    for path in python_files("refdelta"):
+        own = own_room(path)
+        found = {internal_target(item.name) for item in imports(path)}
+        graph.setdefault(own, set()).update(target for target in found if target not in (None, own))
+    return graph
+
+
+def test_every_room_has_a_floor() -> None:
+    missing = {own_room(path) for path in python_files("refdelta")} - LEVEL.keys()
+    assert not missing, f"give {missing} a floor in FLOORS"
+
+
+def test_imports_point_down() -> None:
+    """But types of what is above may be named: ``TYPE_CHECKING`` blocks run nowhere."""
     wrong = []
     for path in python_files("refdelta"):
-        own = component(path)
-        assert own in LEVEL, f"{label(path)}: give it a place in LAYERS"
+        own = own_room(path)
         for item in imports(path):
             target = internal_target(item.name)
-            if target is not None and LEVEL[target] > LEVEL[own]:
+            if target not in (None, own) and not item.typing_only and LEVEL[str(target)] >= LEVEL[own]:
                 wrong.append(f"{label(path)}:{item.line} imports {item.name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_facades_only_re_export_and_no_room_imports_one() -> None:
+    for facade in FACADES:
+        body = ast.parse((ROOT / "refdelta" / f"{facade}.py").read_text()).body
+        assert all(isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign) for node in body), facade
+    inside = [path for path in python_files("refdelta") if own_room(path) not in ("__init__", *FACADES)]
+    wrong = [
+        f"{label(path)}:{item.line} imports {item.name}"
+        for path in inside
+        for item in imports(path)
+        if internal_target(item.name) in FACADES
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -172,35 +216,39 @@ def assert_no_circle(graph: dict[str, set[str]]) -> None:
         pytest.fail(" <- ".join(error.args[1]))
 
 
-def test_no_circle_between_components() -> None:
+@pytest.mark.parametrize("package", ["refdelta", "conformance"])
+def test_no_circle_between_modules(package: str) -> None:
+    """Lazy imports count."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in python_files(package)}
     graph: dict[str, set[str]] = {}
-    for path in python_files("refdelta"):
-        found = {internal_target(item.name) for item in imports(path)}
-        graph.setdefault(component(path), set()).update(t for t in found if t is not None and t != component(path))
-    assert_no_circle(graph)
-
-
-def test_no_circle_within_the_vllm_package() -> None:
-    modules = {path.stem: path for path in python_files("refdelta/vllm")}
-    graph = {
-        own: {
-            part
-            for item in imports(path)
-            if item.eager and item.name.startswith("refdelta.vllm.")
-            for part in item.name.split(".")[2:3]
-            if part in modules
-        }
-        for own, path in modules.items()
-    }
+    for own, path in modules.items():
+        names = [item.name for item in imports(path) if not item.typing_only]
+        found = {name if name in modules else name.rpartition(".")[0] for name in names}
+        graph[own] = {name for name in found if name in modules and name != own}
     assert any(graph.values())
     assert_no_circle(graph)
 
 
+KNOWN_OUTSIDE = (
+    *("spec", "encode", "apply", "digest", "layout_map"),
+    *("vllm.client", "vllm.trace", "vllm.audit", "vllm.http_engine", "vllm.attest", "vllm.postload", "vllm.backend"),
+)
+
+
+@pytest.mark.parametrize("module", KNOWN_OUTSIDE)
+def test_what_documents_name_can_be_imported(module: str) -> None:
+    """And has what it says it has."""
+    if module == "vllm.backend":
+        pytest.importorskip("vllm", reason="the backend is imported by vLLM alone, which is not installed")
+    found = importlib.import_module(f"refdelta.{module}")
+    assert all(hasattr(found, name) for name in getattr(found, "__all__", ()))
+
+
 def test_the_core_needs_only_torch_numpy_and_safetensors() -> None:
     wrong = []
-    for module in CORE:
-        path = ROOT / "refdelta" / f"{module}.py"
-        for item in imports(path) if path.exists() else []:
+    for path in python_files("refdelta"):
+        core = own_room(path) in CORE and path.name != "picture.py"  # which needs matplotlib, and says so where it has none
+        for item in imports(path) if core else []:
             top = item.name.split(".")[0]
             if top not in CORE_NEEDS and top not in sys.stdlib_module_names and top != "refdelta":
                 wrong.append(f"{label(path)}:{item.line} imports {item.name}")
@@ -224,7 +272,7 @@ def test_vllm_is_imported_at_module_level_in_one_place() -> None:
         if item.eager and is_vllm(item.name)
     ]
     assert not wrong, "\n".join(wrong)
-    assert any(is_vllm(item.name) for path in inside.glob("*.py") for item in imports(path)), "nothing was looked for"
+    assert any(is_vllm(item.name) for path in inside.rglob("*.py") for item in imports(path)), "nothing was looked for"
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -241,8 +289,9 @@ def test_importing_refdelta_does_not_import_vllm() -> None:
 
 
 def test_nothing_outside_the_vllm_package_loads_vllm() -> None:
-    outside = [p for p in python_files("refdelta") if component(p) not in ("vllm", "__init__")]
-    loaded = loaded_after("\n".join(f"import refdelta.{component(path)}" for path in outside))
+    outside = [p for p in python_files("refdelta") if not own_room(p).startswith(("vllm", "__init__"))]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in outside]
+    loaded = loaded_after("\n".join(f"import {name.removesuffix('.__init__')}" for name in names))
     assert "torch" in loaded
     assert not loaded & {"vllm", "transformers"}
 

@@ -8,9 +8,9 @@ What each part stands for, in vLLM 0.32 and in refdelta:
 | `Engine.pause` | ``EngineCore.pause_scheduler``, which calls ``synchronize_device`` on all ranks |
 | `Native` | ``Worker.start_weight_update``, ``update_weights``, ``finish_weight_update`` (``v1/worker/gpu_worker.py``) with a backend that writes in update and raises where it fails |
 | `Refdelta.start`, ``update``, ``finish``, ``abort``, ``audit``, ``_step``, ``_raise``, ``_undo``, ``_open``, ``_stage``, ``_write`` | the methods of `refdelta.vllm.backend.DeltaSnapshotEngine` of these names (``update_from`` and so on); its steps ``prepare`` and ``settle`` are one here |
-| `Refdelta.together`, ``speaks`` | `refdelta.vllm.ranks.RankGroup.together`, ``speaks`` |
-| `Worker.write` | `refdelta.vllm.update.Update.write` and ``undo``, `refdelta.vllm.session.Session` holds what they write |
-| `Refdelta.call`, ``active`` | `refdelta.vllm.compat.wrap_worker`: the Worker's flag follows the backend's session |
+| `Refdelta.together`, ``speaks`` | `refdelta.vllm.update.ranks.RankGroup.together`, ``speaks`` |
+| `Worker.write` | `refdelta.vllm.update.Update.write` and ``undo``, `refdelta.vllm.update.session.Session` holds what they write |
+| `Refdelta.call`, ``active`` | `refdelta.vllm.worker.wrap_worker`: the Worker's flag follows the backend's session |
 | ``EngineEnds`` | `refdelta.vllm.backend._end_engine` |
 
 The core runs one call at a time and no scheduler step inside one, so a call is one transition; inside it the ranks run
@@ -101,7 +101,7 @@ class Refused(Exception):
 
 
 class StepFailed(Refused):
-    """A step failed on some rank, as every rank knows (`refdelta.vllm.ranks.StepFailed`)."""
+    """A step failed on some rank, as every rank knows (`refdelta.vllm.update.ranks.StepFailed`)."""
 
 
 class EngineEnds(Exception):

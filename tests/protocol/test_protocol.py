@@ -110,8 +110,8 @@ def test_every_combination_of_faults_is_tried() -> None:
             "start_weight_update update_from finish_weight_update abort_weight_update audit _step _raise _undo _open "
             "_stage _write",
         ),
-        ("refdelta.vllm.ranks", "together speaks"),
-        ("refdelta.vllm.compat", "wrap_worker _for_this_backend"),
+        ("refdelta.vllm.update.ranks", "together speaks"),
+        ("refdelta.vllm.worker", "wrap_worker _for_this_backend"),
     ],
 )
 def test_the_names_that_the_model_stands_for_exist(module: str, names: str) -> None:

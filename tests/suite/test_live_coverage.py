@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from conformance import checkpoints, oracle
 from conformance.checkpoints import Checkpoint
 from conformance.live import changes
+from refdelta.layout.map import Region
 from refdelta.layout_map import LayoutMap, layout_from_config
-from refdelta.regions import Region
 
 RANKS = {1: (0,), 2: (0, 1)}
 

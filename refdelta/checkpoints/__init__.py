@@ -1,0 +1,1 @@
+"""Checkpoints of safetensors shards: reading, patching, comparing, verifying."""

@@ -1,0 +1,1 @@
+"""What is assumed of vLLM, one module a kind, and checked at start."""

@@ -1,0 +1,1 @@
+"""Audits of a live engine against checkpoint files, and their report."""

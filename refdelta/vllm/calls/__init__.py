@@ -1,0 +1,1 @@
+"""The client's side of an update: calls, HTTP, status. Nothing here imports vLLM."""

@@ -1,0 +1,1 @@
+"""Layout maps from vLLM's own loader, run on tensors without memory."""

@@ -1,0 +1,1 @@
+"""An update in a live engine: staged, agreed between ranks, written, audited."""
