@@ -1,6 +1,6 @@
 """Fixtures of the suite: `options` (Options), `engine` (the codec under test), `codes` (what it must take), `scratch`.
 
-What happens around the tests is in `conformance.plugin`.
+What happens around the tests is in `conformance.suite.plugin`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from conformance import engines, plugin
-from conformance.driving import Scratch
-from conformance.options import Options
-from conformance.strategies import Domain, codes_for
+from conformance.engines import codecs as engines
+from conformance.inputs.strategies import Domain, codes_for
+from conformance.suite import plugin
+from conformance.suite.driving import Scratch
+from conformance.suite.options import Options
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from conformance import checkpoints, interrupts, oracle
+from conformance import oracle
+from conformance.engines import interrupts
 from conformance.findings import InfrastructureFailed
+from conformance.inputs import checkpoints
 from conformance.live.row import Backend, Row
 from conformance.live.truth import Truths
 

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import oracle, strategies
-from conformance.driving import Scratch, assert_same_bytes, encoded
-from conformance.engines import FullCodec
+from conformance import oracle
+from conformance.engines.codecs import FullCodec
+from conformance.inputs import strategies
 from conformance.oracle import DELTA_FILE, State, expected_patches
+from conformance.suite.driving import Scratch, assert_same_bytes, encoded
 
 pytestmark = [pytest.mark.check("canonical"), pytest.mark.needs("canonical")]
 

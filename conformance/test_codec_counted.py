@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import oracle, strategies
-from conformance.counting import assert_counted, assert_right_densities_are_taken
-from conformance.driving import Scratch, applied, encoded
-from conformance.engines import FullCodec
+from conformance import oracle
+from conformance.engines.codecs import FullCodec
+from conformance.inputs import strategies
 from conformance.oracle import assert_bit_equal, total_elements
+from conformance.suite.counting import assert_counted, assert_right_densities_are_taken
+from conformance.suite.driving import Scratch, applied, encoded
 
 pytestmark = pytest.mark.check("counted")
 

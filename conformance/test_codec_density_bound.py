@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import oracle, strategies
-from conformance.driving import Scratch, encoded
-from conformance.engines import FullCodec
+from conformance import oracle
+from conformance.engines.codecs import FullCodec
 from conformance.findings import require
+from conformance.inputs import strategies
 from conformance.oracle import Patch, RawDelta, expected_patches
+from conformance.suite.driving import Scratch, encoded
 
 pytestmark = pytest.mark.check("density_bound")
 

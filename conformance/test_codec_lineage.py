@@ -1,6 +1,7 @@
 """refuses, for engines that keep a digest: a delta that was not made for this state is refused before it is written.
 
-The digests are computed by `conformance.digests`, one element at a time; malformed lineages are among the vectors.
+The digests are computed by `conformance.oracle.digests`, from the text alone; malformed lineages are among the
+vectors.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from conformance import digests, oracle, strategies
-from conformance.driving import Scratch, assert_reason, raised
-from conformance.engines import FullCodec
+from conformance import oracle
+from conformance.engines.codecs import FullCodec
 from conformance.findings import require
-from conformance.oracle import State, assert_bit_equal, clone, expected_patches, total_elements
+from conformance.inputs import strategies
+from conformance.oracle import State, assert_bit_equal, clone, digests, expected_patches, total_elements
+from conformance.suite.driving import Scratch, assert_reason, raised
 
 pytestmark = [pytest.mark.check("refuses"), pytest.mark.level("versioned")]
 

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conformance import oracle, strategies
-from conformance.driving import Scratch, encoded
-from conformance.engines import FullCodec
+from conformance import oracle
+from conformance.engines.codecs import FullCodec
 from conformance.findings import Finding, Mismatch, require
+from conformance.inputs import strategies
 from conformance.oracle import State, expected_patches
+from conformance.suite.driving import Scratch, encoded
 
 pytestmark = pytest.mark.check("minimal")
 _NAN = pytest.mark.needs("nan_values")

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conformance import oracle
-from conformance.engines import FullCodec
+from conformance.engines.codecs import FullCodec
 from conformance.findings import require
-from conformance.layouts import LAYOUTS, Layout, lay_out
 from conformance.oracle import Bits, assert_bit_equal
+from conformance.oracle.layouts import LAYOUTS, Layout, lay_out
 
 pytestmark = [pytest.mark.check("routes"), pytest.mark.needs("routes")]
 

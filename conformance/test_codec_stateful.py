@@ -29,11 +29,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from conformance import oracle, strategies
-from conformance.driving import encoded
-from conformance.engines import FullCodec
+from conformance import oracle
+from conformance.engines.codecs import FullCodec
 from conformance.findings import require
+from conformance.inputs import strategies
 from conformance.oracle import Patch, State, assert_bit_equal, bits, clone, expected_patches, expected_state
+from conformance.suite.driving import encoded
 
 pytestmark = pytest.mark.check("bit_exact")
 

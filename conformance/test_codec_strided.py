@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import oracle, strategies
-from conformance.driving import Scratch
-from conformance.engines import FullCodec
-from conformance.memory import Placed
+from conformance import oracle
+from conformance.engines.codecs import FullCodec
+from conformance.inputs import strategies
+from conformance.inputs.memory import Placed
 from conformance.oracle import assert_bit_equal, bits, expected_patches, expected_state, total_elements
+from conformance.suite.driving import Scratch
 
 pytestmark = pytest.mark.check("bit_exact")
 

@@ -13,14 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conformance import checkpoints, oracle
-from conformance.checkpoints import Checkpoint
+from conformance import oracle
 from conformance.findings import InfrastructureFailed, require
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import Checkpoint
 from conformance.live import changes, judge
 from conformance.live.backends import backend_of
 from conformance.live.row import Row
 from conformance.live.truth import Truths
-from conformance.options import Options, options_of
+from conformance.suite.options import Options, options_of
 
 pytestmark = pytest.mark.timeout(600)
 

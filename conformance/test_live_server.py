@@ -9,8 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from conformance import checkpoints, oracle
-from conformance.checkpoints import State
+from conformance import oracle
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import State
 from conformance.live import changes
 from conformance.live.backends import backend_of
 from conformance.live.refusals import words
@@ -18,7 +19,7 @@ from conformance.live.row import Backend
 from conformance.live.runner import environment
 from conformance.live.server import Server
 from conformance.live.truth import Truths, prompts
-from conformance.options import Options
+from conformance.suite.options import Options
 
 MODEL = "qwen3-untied"
 pytestmark = [pytest.mark.timeout(600), pytest.mark.row(f"{MODEL} http tp=1")]

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from conformance import checkpoints
-from conformance.checkpoints import State
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import State
 from conformance.live import changes, judge
 from conformance.live.backends import backend_of
 from conformance.live.row import Row
 from conformance.live.setup import COMPILED, beside_adapter
 from conformance.live.truth import Truths
-from conformance.options import Options
+from conformance.suite.options import Options
 
 pytestmark = pytest.mark.timeout(900)
 

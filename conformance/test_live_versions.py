@@ -1,7 +1,7 @@
 """Versions in a live engine: what a delta's lineage states is held against what the engine holds.
 
-For backends with the capability `lineage`. Deltas are the oracle's, digests those of `conformance.digests`; each check
-begins from the state that the last one left. Anchors are refdelta's own way to load a whole checkpoint.
+For backends with the capability `lineage`. Deltas are the oracle's, digests those of `conformance.oracle.digests`; each
+check begins from the state that the last one left. Anchors are refdelta's own way to load a whole checkpoint.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from conformance import checkpoints, digests, oracle
-from conformance.checkpoints import State
+from conformance import oracle
 from conformance.findings import EngineFailed, require
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import State
 from conformance.live import changes
 from conformance.live.backends import backend_of
 from conformance.live.refusals import words
 from conformance.live.row import Row
 from conformance.live.truth import Truths
-from conformance.options import Options
+from conformance.oracle import digests
+from conformance.suite.options import Options
 
 pytestmark = [
     pytest.mark.timeout(600),

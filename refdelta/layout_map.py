@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from refdelta.codec.state import TensorInfo
 from refdelta.layout.boxes import Box, coverage, extent, uncovered_elements
-from refdelta.layout.map import LayoutMap, LayoutReport, Region, RoutedPatch
 from refdelta.layout.families.rules import layout_from_config
+from refdelta.layout.map import LayoutMap, LayoutReport, Region, RoutedPatch
 
 __all__ = [
     "Box",

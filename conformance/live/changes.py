@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from conformance import oracle
-from conformance.checkpoints import State, clone
+from conformance.inputs.checkpoints import State, clone
 
 Aliases = tuple[str, str] | None
 Positions = NDArray[np.int64]

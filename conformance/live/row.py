@@ -13,10 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from conformance import capabilities, checkpoints, oracle
-from conformance.checkpoints import Checkpoint, State, aliases, load, with_state
-from conformance.driving import skip_for
+from conformance import oracle
+from conformance.engines import capabilities
 from conformance.findings import EngineFailed, Finding, InfrastructureFailed, Late, Mismatch, require
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import Checkpoint, State, aliases, load, with_state
 from conformance.live import changes, judge
 from conformance.live.encoder import Encode, encode_with_oracle, encode_with_refdelta
 from conformance.live.engine import Output
@@ -24,7 +25,8 @@ from conformance.live.refusals import words
 from conformance.live.runner import START_TIMEOUT, Host, HostDied, HostError, HostTimedOut, environment, twice_if_late
 from conformance.live.setup import PLAIN, Setup
 from conformance.live.truth import Truth, Truths, prompts
-from conformance.options import UPDATE_INFO, filled
+from conformance.suite.driving import skip_for
+from conformance.suite.options import UPDATE_INFO, filled
 
 _REASON = re.compile(r"\[([a-z_]+)\]")
 """A reason stands in square brackets in the error's text, for refdelta's backend after its name."""

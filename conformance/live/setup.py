@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from conformance.checkpoints import State, random_tensor
+from conformance.inputs.checkpoints import State, random_tensor
 from conformance.live import compiler
 
 ADAPTER_RANK = 8

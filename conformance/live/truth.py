@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.checkpoints import Checkpoint, content_digest
+from conformance.inputs.checkpoints import Checkpoint, content_digest
 from conformance.live.engine import Output
 from conformance.live.judge import RankDump, read_dumps
 from conformance.live.runner import START_TIMEOUT, Host, HostTimedOut, environment

@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from conformance import matrix
 from conformance.mutants import ci, codec_run, own_run, report
 from conformance.mutants.beside import beside
 from conformance.mutants.cells import Judged, killed_by
 from conformance.mutants.registry import CODEC, EXAMPLES, LIVE, OWN, RUNS, SEEDS, Mutant, mutants
+from conformance.suite import matrix
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance import engines, oracle
+from conformance import oracle
+from conformance.engines import codecs as engines
 from conformance.mutants.registry import codec_mutants
 from conformance.mutants.right import Plain
 from conformance.oracle import CODES, Patch, State, bits, from_bits

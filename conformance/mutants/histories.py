@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from conformance import digests, oracle
+from conformance import oracle
 from conformance.mutants.registry import codec_mutants
 from conformance.mutants.right import Plain
-from conformance.oracle import CODES, bits
+from conformance.oracle import CODES, bits, digests
 
 caught_by = codec_mutants("history")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance import checkpoints, matrix
-from conformance.checkpoints import State
 from conformance.findings import InfrastructureFailed
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import State
 from conformance.live import changes
 from conformance.live.row import Backend, Row
 from conformance.live.truth import Truths
@@ -25,6 +25,7 @@ from conformance.mutants.cells import KILLED, PASSED, SKIPPED, Cell, Judged
 from conformance.mutants.live import ROWS
 from conformance.mutants.registry import LIVE, Mutant, mutants
 from conformance.mutants.report import UNBROKEN
+from conformance.suite import matrix
 
 Check = Callable[[Row], None]
 

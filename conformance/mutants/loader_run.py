@@ -26,14 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from conformance import checkpoints
-from conformance.checkpoints import Checkpoint
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import Checkpoint
 from conformance.live import host, judge, probe
 from conformance.live.engine import Engine
+from conformance.live.position_code import Code, Numbers, read
 from conformance.live.runner import environment
 from conformance.live.truth import Truths
 from conformance.mutants.loaders import BY_NAME, EDITS, Edit, install
-from conformance.position_code import Code, Numbers, read
 from refdelta.layout_map import Box, LayoutMap, TensorInfo, layout_from_config
 
 MODEL, TP = "qwen3-untied", 2

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from conformance import engines, oracle
+from conformance import oracle
+from conformance.engines import codecs as engines
 from conformance.mutants.registry import codec_mutants
 from conformance.mutants.right import Plain, reread
 from conformance.oracle import Patch

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conformance import matrix
 from conformance.mutants import ci
 from conformance.mutants.cells import Cell, Cells, Judged, killed_by, to_json
 from conformance.mutants.checks import NEVER_ALONE, NOT_RUN
 from conformance.mutants.loaders import EDITS
 from conformance.mutants.registry import CODEC, EXAMPLES, FAULTS, LIVE, OWN, SEEDS, Mutant, mutants
+from conformance.suite import matrix
 
 UNBROKEN = "unbroken"
 """The live engine without a mutant, in the results."""

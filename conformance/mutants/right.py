@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance import digests, oracle
-from conformance.engines import CAPABILITIES
-from conformance.layouts import Layout, Piece
-from conformance.oracle import CODES, Patch, State, bits, from_bits
+from conformance import oracle
+from conformance.engines.codecs import CAPABILITIES
+from conformance.oracle import CODES, Patch, State, bits, digests, from_bits
+from conformance.oracle.layouts import Layout, Piece
 
 
 class Plain:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from conformance.layouts import Layout, Piece
 from conformance.mutants.registry import codec_mutants
 from conformance.mutants.right import Plain
+from conformance.oracle.layouts import Layout, Piece
 
 caught_by = codec_mutants("router")
 

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from refdelta.codec.state import TensorInfo
 from refdelta.layout.boxes import Box, coverage
-from refdelta.layout.reasons import OTHER_RANKS
 from refdelta.layout.map import LayoutMap, Region
+from refdelta.layout.reasons import OTHER_RANKS
 
 __all__ = ["AcrossRanks", "Difference", "difference", "lost"]
 

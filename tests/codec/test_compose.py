@@ -16,7 +16,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conformance import oracle, strategies
+from conformance import oracle
+from conformance.inputs import strategies
 from refdelta import (
     Delta,
     DeltaEncoder,

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from conformance import digests, oracle, strategies
+from conformance import oracle
+from conformance.inputs import strategies
+from conformance.oracle import digests
 from refdelta import DeltaError, Reason, TensorPatch, diff
 from refdelta.codec import bits
 from refdelta.codec import digests as digest

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run
 
-from conformance import strategies
-from conformance.memory import Aliased
+from conformance.inputs import strategies
+from conformance.inputs.memory import Aliased
 from refdelta import Delta, DeltaEncoder, DeltaError, Reason, apply_delta, diff
 from refdelta.apply import compose
 from refdelta.digest import state_digest

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from conformance import digests, strategies
+from conformance.inputs import strategies
+from conformance.oracle import digests
 from refdelta import (
     METADATA_FILE,
     Delta,

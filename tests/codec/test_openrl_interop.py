@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conformance.strategies import changes_of, states
+from conformance.inputs.strategies import changes_of, states
 from refdelta import DeltaError, Reason, apply_delta, diff, read_delta, write_delta
 from tests.codec.support import assert_same, bytes_of
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from conformance import digests, oracle
+from conformance import oracle
+from conformance.oracle import digests
 from refdelta import (
     DELTA_FILE,
     METADATA_FILE,

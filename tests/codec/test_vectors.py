@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from conformance import corpus, digests, golden, golden_invalid, oracle
-from conformance.corpus import CORPUS, Vector
-from conformance.malformed import FAULTS
+from conformance import oracle
+from conformance.golden import corpus, writing
+from conformance.golden import invalid as golden_invalid
+from conformance.golden import parts as golden
+from conformance.golden.corpus import CORPUS, Vector
+from conformance.inputs.malformed import FAULTS
+from conformance.oracle import digests
 from refdelta import DELTA_FILE, DeltaError, Reason, apply_delta, read_delta
 from refdelta.digest import state_digest
 from tests.codec.support import assert_same
@@ -29,7 +33,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def test_made_anew_they_are_the_same(tmp_path: Path) -> None:
-    assert golden.write(tmp_path) == len(VECTORS)
+    assert writing.write(tmp_path) == len(VECTORS)
     stored, made = files(CORPUS), files(tmp_path)
     assert stored.keys() == made.keys(), sorted(stored.keys() ^ made.keys())[:10]
     changed = [name for name, content in made.items() if stored[name] != content]
@@ -41,15 +45,15 @@ def test_writing_replaces_what_is_no_longer_made(tmp_path: Path) -> None:
     stray.parent.mkdir(parents=True)
     stray.write_text("{}")
     (tmp_path / "README.md").write_text("by hand")
-    golden.write(tmp_path)
+    writing.write(tmp_path)
     assert not stray.exists()
     assert (tmp_path / "README.md").read_text() == "by hand"
 
 
 def test_they_are_made_without_refdelta() -> None:
-    program = "import conformance.golden, sys; conformance.golden.corpus(); print(*sys.modules)"
+    program = "import conformance.golden.writing, sys; conformance.golden.writing.corpus(); print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "conformance.golden_invalid" in found.stdout
+    assert "conformance.golden.invalid" in found.stdout
     assert not [name for name in found.stdout.split() if name.split(".")[0] == "refdelta"]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conformance import digests
+from conformance.oracle import digests
 from refdelta import DeltaEncoder
 from refdelta.digest import state_digest
 from refdelta.spec import Delta, DeltaError, Reason

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from conformance import checkpoints
+from conformance.inputs import checkpoints
 from refdelta.checkpoints.model_files import ModelFiles
 from refdelta.layout.families import table_of
 from refdelta.layout.families.gemma4 import MULTIMODAL

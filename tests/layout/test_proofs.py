@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refdelta.layout.reasons import OTHER_RANKS, TOWER
 from refdelta.layout.proofs import AcrossRanks, difference, lost
+from refdelta.layout.reasons import OTHER_RANKS, TOWER
 from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo, coverage
 from tests.layout.models import GEMMA4, SMALL, Engine, engines
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refdelta.layout.families import table_of
-from refdelta.layout.reasons import OTHER_RANKS, ROTARY, SHARED_KV, TOWER
 from refdelta.layout.proofs import AcrossRanks
+from refdelta.layout.reasons import OTHER_RANKS, ROTARY, SHARED_KV, TOWER
 from refdelta.layout_map import Box, LayoutMap, TensorInfo, layout_from_config
 from refdelta.spec import DeltaError, Reason, TensorPatch
 from tests.layout.broken import BROKEN, Broken

@@ -9,8 +9,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from conformance import checkpoints
-from conformance.checkpoints import Checkpoint, State
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import Checkpoint, State
 from conformance.live import changes, judge
 from conformance.live.runner import START_TIMEOUT, Host, environment
 from conformance.live.truth import Truths

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance import checkpoints, oracle
-from conformance.checkpoints import Checkpoint
+from conformance import oracle
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import Checkpoint
 from conformance.live import changes
 from conformance.live.runner import START_TIMEOUT, Host, environment
 from conformance.live.server import Server

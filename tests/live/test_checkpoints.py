@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from conformance import checkpoints, oracle
-from conformance.checkpoints import State
+from conformance import oracle
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import State
 from conformance.live import changes
 
 STATE: State = {

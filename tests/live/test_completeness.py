@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance import checkpoints
-from conformance.completeness import compare
+from conformance.inputs import checkpoints
+from conformance.live.completeness import compare
 from conformance.live.runner import START_TIMEOUT, Host, environment
 
 pytestmark = pytest.mark.timeout(600)

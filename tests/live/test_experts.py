@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance import checkpoints, oracle
+from conformance import oracle
+from conformance.inputs import checkpoints
 from conformance.live import changes, judge
 from conformance.live.runner import START_TIMEOUT, Host, HostError, environment
 from refdelta.codec import bits

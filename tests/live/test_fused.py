@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conformance import checkpoints
-from conformance.checkpoints import Checkpoint, State
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import Checkpoint, State
 from tests.live.rig import Engine, running
 from tests.live.test_versions import halves
 

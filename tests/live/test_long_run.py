@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from conformance import checkpoints, digests
-from conformance.checkpoints import State
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import State
+from conformance.oracle import digests
 from tests.live.rig import Engine, running
 
 UPDATES, WARM = 300, 100

@@ -1,7 +1,7 @@
 """Three maps of every small model that share nothing: the rules, the trace, and what a fresh engine did with a code.
 
 A fresh engine, without refdelta's plugin, loads checkpoints whose elements say where they come from
-(`conformance.position_code`). What stands in its parameters is compared with the traced map and with the rules, on
+(`conformance.live.position_code`). What stands in its parameters is compared with the traced map and with the rules, on
 every element of every parameter and rank, expert weights through the permutation that was recovered for them.
 """
 
@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from conformance import checkpoints
-from conformance.checkpoints import Checkpoint, State
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import Checkpoint, State
 from conformance.live.judge import read_dumps
+from conformance.live.position_code import Code, Numbers, Reading, read
 from conformance.live.runner import START_TIMEOUT, Host
 from conformance.mutants.loader_run import numbers_of
-from conformance.position_code import Code, Numbers, Reading, read
 from refdelta.layout.reasons import OTHER_RANKS
 from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo, layout_from_config
 

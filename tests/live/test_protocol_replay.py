@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from conformance import checkpoints, oracle
+from conformance import oracle
+from conformance.inputs import checkpoints
 from conformance.live.runner import START_TIMEOUT, Host, HostError, environment
 from tests.live.test_transactions import PROMPTS, changed, info
 from tests.live.variables import FAULT

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from conformance import checkpoints
+from conformance.inputs import checkpoints
 from tests.live.rig import Engine, running
 
 DOWN = "model.layers.0.mlp.down_proj.weight"

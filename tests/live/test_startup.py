@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance import checkpoints
+from conformance.inputs import checkpoints
 from conformance.live.runner import START_TIMEOUT, Host, HostError, environment
 from refdelta import diff, write_delta
 from refdelta.digest import state_digest

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from conformance import checkpoints, oracle
-from conformance.checkpoints import State
+from conformance import oracle
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import State
 from conformance.live.runner import START_TIMEOUT, Host, HostDied, HostError, environment
 from tests.live.variables import FAULT
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance import checkpoints
+from conformance.inputs import checkpoints
 from conformance.live import judge
 from conformance.live.runner import START_TIMEOUT, Host, HostDied, HostError, environment
 from conformance.live.truth import Truths

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from conformance import digests
-from conformance.checkpoints import State
+from conformance.inputs.checkpoints import State
 from conformance.live import changes
+from conformance.oracle import digests
 from refdelta import DeltaEncoder, compose
 from refdelta.vllm.auditing.report import METHOD, AuditReport, Outcome
 from tests.live.rig import Engine, running

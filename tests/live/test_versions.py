@@ -1,6 +1,6 @@
 """Versions, digests, parts, anchors and audits on a live Gemma 4 at TP=2, whose files have tensors that no rank holds.
 
-Digests are checked against the suite's own definition (`conformance.digests`), weights against a fresh engine.
+Digests are checked against the suite's own definition (`conformance.oracle.digests`), weights against a fresh engine.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from conformance import checkpoints, digests, oracle
+from conformance import oracle
+from conformance.inputs import checkpoints
 from conformance.live import changes
 from conformance.live.runner import HostError
+from conformance.oracle import digests
 from refdelta import Delta, DeltaEncoder
 from tests.live.rig import Engine, running
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance import checkpoints
+from conformance.inputs import checkpoints
 from conformance.live.processes import zygote
 from conformance.live.runner import START_TIMEOUT, Host, environment
 

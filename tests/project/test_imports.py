@@ -247,7 +247,9 @@ def test_what_documents_name_can_be_imported(module: str) -> None:
 def test_the_core_needs_only_torch_numpy_and_safetensors() -> None:
     wrong = []
     for path in python_files("refdelta"):
-        core = own_room(path) in CORE and path.name != "picture.py"  # which needs matplotlib, and says so where it has none
+        core = (
+            own_room(path) in CORE and path.name != "picture.py"
+        )  # which needs matplotlib, and says so where it has none
         for item in imports(path) if core else []:
             top = item.name.split(".")[0]
             if top not in CORE_NEEDS and top not in sys.stdlib_module_names and top != "refdelta":

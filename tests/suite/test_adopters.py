@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from conformance.levels import BY_ID, DECLINED, FAILED, PASSED
 from conformance.live.backends import declared
-from conformance.options import OPTIONS, Options
-from conformance.run import Exit
+from conformance.suite.levels import BY_ID, DECLINED, FAILED, PASSED
+from conformance.suite.options import OPTIONS, Options
+from conformance.suite.run import Exit
 from tests.suite.runs import REPOSITORY, command
 
 README = (REPOSITORY / "conformance" / "README.md").read_text()

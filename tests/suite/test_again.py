@@ -66,7 +66,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     home = tmp_path_factory.mktemp("again")
     (home / "conftest.py").write_text("from conformance.conftest import *\n\nfrom pathlib import Path\n" + HOME)
     (home / "test_live_late.py").write_text(TESTS)
-    return run("-p", "conformance.plugin", "-p", "no:cacheprovider", "--engine", "vllm", str(home), cwd=home)
+    return run("-p", "conformance.suite.plugin", "-p", "no:cacheprovider", "--engine", "vllm", str(home), cwd=home)
 
 
 HOME = """
@@ -100,7 +100,16 @@ def test_said(outcome: Outcome) -> None:
 def test_a_run_in_which_nothing_but_the_infrastructure_failed(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from conformance.conftest import *\n\nfrom pathlib import Path\n" + HOME)
     (tmp_path / "test_live_late.py").write_text(TESTS)
-    words = ("-p", "conformance.plugin", "-p", "no:cacheprovider", "--engine", "vllm", "-k", "starved_twice or once")
+    words = (
+        "-p",
+        "conformance.suite.plugin",
+        "-p",
+        "no:cacheprovider",
+        "--engine",
+        "vllm",
+        "-k",
+        "starved_twice or once",
+    )
     found = run(*words, str(tmp_path), cwd=tmp_path)
     assert found.code == 3, found.text
     assert "level live           not judged" in found.text, found.text

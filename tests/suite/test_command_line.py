@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from conformance import checkpoints, matrix
-from conformance.engines import BadEngine
+from conformance.engines.codecs import BadEngine
+from conformance.inputs import checkpoints
 from conformance.live import backends
-from conformance.options import Options
-from conformance.run import Exit
+from conformance.suite import matrix
+from conformance.suite.options import Options
+from conformance.suite.run import Exit
 from tests.suite.runs import CONFORMANCE, REPOSITORY, Outcome, run, run_all
 
 QUIET = ("-q", "-p", "no:cacheprovider")

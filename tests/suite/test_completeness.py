@@ -1,11 +1,11 @@
-"""`conformance.completeness`: which tensors are changed together, and what counts as a finding."""
+"""`conformance.live.completeness`: which tensors are changed together, and what counts as a finding."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from conformance.completeness import MOVED, TOLERANCE, Comparison, Effect, changed, changes
+from conformance.live.completeness import MOVED, TOLERANCE, Comparison, Effect, changed, changes
 
 NOTHING = torch.zeros(3, dtype=torch.float64)
 FAR = torch.tensor([0.0, -0.4, 0.1], dtype=torch.float64)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from conformance import oracle
-from conformance.corruptions import CORRUPTIONS, change_of
-from conformance.malformed import PATCHES, STATE
+from conformance.inputs.corruptions import CORRUPTIONS, change_of
+from conformance.inputs.malformed import PATCHES, STATE
 from conformance.oracle import DELTA_FILE, METADATA_FILE, pack_raw
 from tests.suite.runs import CONFORMANCE, QUIET, run
 

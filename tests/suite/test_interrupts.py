@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance import interrupts
+from conformance.engines import interrupts
 from tests.suite.runs import environment
 
 HANGS = """#!/bin/sh

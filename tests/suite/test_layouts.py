@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from conformance.layouts import LAYOUTS, Layout, Piece, fused_qkv, lay_out, padded_vocabulary
 from conformance.oracle import Bits
+from conformance.oracle.layouts import LAYOUTS, Layout, Piece, fused_qkv, lay_out, padded_vocabulary
 
 
 def _numbered(layout: Layout) -> dict[str, Bits]:

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from conformance import checkpoints, oracle
-from conformance.checkpoints import Checkpoint
+from conformance import oracle
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import Checkpoint
 from conformance.live import changes
 from refdelta.layout.map import Region
 from refdelta.layout_map import LayoutMap, layout_from_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.matrix import Matrix, header, version
+from conformance.suite.matrix import Matrix, header, version
 
 
 def _report(check: str, row: str, outcome: str, when: str = "call", reason: str = "") -> pytest.TestReport:

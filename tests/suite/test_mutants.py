@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from conformance import matrix
 from conformance.mutants import ci, report
 from conformance.mutants.beside import beside
 from conformance.mutants.cells import Cell, Judged
@@ -22,6 +21,7 @@ from conformance.mutants.readers import SwallowsErrors
 from conformance.mutants.registry import CODEC, LIVE, OWN, RUNS, mutants
 from conformance.mutants.report import Result
 from conformance.mutants.right import Plain
+from conformance.suite import matrix
 from tests.suite.runs import CONFORMANCE, QUIET, REPOSITORY, command, run
 
 ALL = mutants()

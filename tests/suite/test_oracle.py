@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from torch import Tensor
 
-from conformance import oracle, strategies
+from conformance import oracle
+from conformance.inputs import strategies
 from conformance.oracle import OracleError, Patch, bits, difference, expected_patches, expected_state, from_bits
 from tests.suite.runs import CONFORMANCE, REPOSITORY, environment
 
@@ -238,6 +239,6 @@ def test_only_the_reference_adapter_imports_refdelta() -> None:
 
 def test_oracle_loads_without_refdelta() -> None:
     """By running: what the oracle imports does not import it, either."""
-    code = "import sys, conformance.oracle, conformance.malformed, conformance.strategies, conformance.layouts"
+    code = "import sys, conformance.oracle.layouts, conformance.inputs.malformed, conformance.inputs.strategies"
     code += "; sys.exit(any(name.partition('.')[0] in ('refdelta', 'vllm') for name in sys.modules))"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment(), check=True, timeout=120)

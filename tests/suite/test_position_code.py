@@ -1,4 +1,4 @@
-"""`conformance.position_code` on engines made of a few lines: what it reads, and what it does not let pass."""
+"""`conformance.live.position_code` on engines made of a few lines: what it reads, and what it does not let pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance import checkpoints
-from conformance.checkpoints import State
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import State
 from conformance.live.judge import RankDump
+from conformance.live.position_code import BASE, Code, Reading, read
 from conformance.live.probe import raw_bytes
-from conformance.position_code import BASE, Code, Reading, read
 
 Load = Callable[[State], dict[str, Tensor]]
 SHAPES = {"a": (37, 11), "b": (5, 9), "s": (1,), "t": (5, 9)}

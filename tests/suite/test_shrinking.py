@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from conformance import plugin, shrinking
+from conformance.suite import plugin, shrinking
 from tests.suite.runs import CONFORMANCE, QUIET, command
 
 ENGINE: Any = importlib.import_module(shrinking.MODULE)

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conformance import labels, memory, oracle, strategies
-from conformance.engines import CAPABILITIES
+from conformance import oracle
+from conformance.engines.codecs import CAPABILITIES
+from conformance.inputs import labels, memory, strategies
+from conformance.inputs.strategies import LABELLED
 from conformance.oracle import DTYPES, State
-from conformance.strategies import LABELLED
 
 DRAWS = 300
 """What three properties of the suite draw in the profile `ci`. Hypothesis takes constants from the modules that happen

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from refdelta.codec.state import TensorInfo
 from refdelta.layout.boxes import Box
 from refdelta.layout.families.common import Ends, Range, Ranks, Row, Table, refuse
-from refdelta.layout.reasons import OTHER_RANKS, ROTARY
 from refdelta.layout.map import LayoutMap, Region
+from refdelta.layout.reasons import OTHER_RANKS, ROTARY
 from refdelta.spec import DeltaError, Reason
 
 __all__ = ["lay_out"]

@@ -25,8 +25,8 @@ from refdelta.codec.composition import compose, join
 from refdelta.codec.state import TensorInfo
 from refdelta.files.reading import read_delta
 from refdelta.layout.boxes import Box
-from refdelta.layout.reasons import OTHER_RANKS
 from refdelta.layout.map import LayoutMap, Region
+from refdelta.layout.reasons import OTHER_RANKS
 from refdelta.spec import DTYPE_CODES, Delta, DeltaError, Reason, TensorPatch
 from refdelta.vllm.assumptions.experts import PROVEN_KERNELS, as_loaded, expert_layers, kernel, reads_live_weights
 from refdelta.vllm.assumptions.linears import linears_as_loaded

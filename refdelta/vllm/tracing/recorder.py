@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from refdelta.codec.state import TensorInfo
 from refdelta.layout.boxes import Box
-from refdelta.layout.reasons import OTHER_RANKS
 from refdelta.layout.map import LayoutMap, Region
+from refdelta.layout.reasons import OTHER_RANKS
 from refdelta.spec import DeltaError, Reason
 from refdelta.vllm.tracing.dropped import declared_drops
 from refdelta.vllm.tracing.tracer import trace_config, trace_config_ranks

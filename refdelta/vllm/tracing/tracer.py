@@ -215,7 +215,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _environment(python_path: Sequence[Path]) -> dict[str, str]:
-    package = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[3]
     places = [str(package), os.environ.get("PYTHONPATH", ""), *map(str, python_path)]
     return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, places))}
 

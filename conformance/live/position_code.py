@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from conformance.checkpoints import State, with_state
+from conformance.inputs.checkpoints import State, with_state
 from conformance.live.judge import RankDump
 
 BASE = 256

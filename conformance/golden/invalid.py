@@ -12,11 +12,20 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from conformance import digests, oracle
-from conformance.golden import Corpus, delta_files, draft_of, flipped, json_bytes, lineage_of, packed_state, tensor
-from conformance.golden_valid import put
-from conformance.malformed import FAULTS
-from conformance.oracle import DELTA_FILE, METADATA_FILE, Draft, Patch, draft, expected_patches, total_elements
+from conformance import oracle
+from conformance.golden.parts import (
+    Corpus,
+    delta_files,
+    draft_of,
+    flipped,
+    json_bytes,
+    lineage_of,
+    packed_state,
+    tensor,
+)
+from conformance.golden.valid import put
+from conformance.inputs.malformed import FAULTS
+from conformance.oracle import DELTA_FILE, METADATA_FILE, Draft, Patch, digests, draft, expected_patches, total_elements
 
 BASE: Mapping[str, Tensor] = {
     "a.weight": tensor("BF16", (3, 5)),
@@ -151,7 +160,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "shape_with_an_axis_more": "shape_mismatch",
     },
 }
-"""Feature -> fault of `conformance.malformed` -> its reason, the one that SPEC.md gives to it."""
+"""Feature -> fault of `conformance.inputs.malformed` -> its reason, the one that SPEC.md gives to it."""
 
 LEFT_OUT: Mapping[str, str] = {
     "directory_empty": "version control keeps no empty directory",

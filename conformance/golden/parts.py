@@ -1,20 +1,10 @@
-"""The golden vectors: small deltas with the states before and after, for readers and writers in any language.
-
-    python -m conformance.golden            write `conformance/vectors/` anew
-    python -m conformance.golden DIRECTORY  write them elsewhere
-
-Every file is made here from bytes and formulas, with the suite's own oracle and without refdelta; `conformance.corpus`
-reads them back, `conformance/vectors/README.md` says what each file means. `golden_valid` and `golden_invalid` hold the
-vectors themselves.
-"""
+"""What golden vectors are made of: tensors from formulas, files as bytes, and what is stated about them."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +12,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from conformance import digests, oracle
-from conformance.corpus import CORPUS, KINDS
-from conformance.oracle import DELTA_FILE, METADATA_FILE, Bits, Draft, Patch, State
+from conformance import oracle
+from conformance.oracle import DELTA_FILE, METADATA_FILE, Bits, Draft, Patch, State, digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,36 +136,3 @@ class Corpus:
         assert path not in self.vectors, f"two vectors at {path}"
         said = {key: value for key, value in expected.items() if value not in (None, [], False)}
         self.vectors[path] = Vector(path, dict(files), {"why": why, **said})
-
-
-def corpus() -> list[Vector]:
-    """Every vector, in the order of paths."""
-    from conformance import golden_invalid, golden_valid
-
-    made = Corpus()
-    fills: list[Callable[[Corpus], None]] = [golden_valid.fill, golden_invalid.fill]
-    for fill in fills:
-        fill(made)
-    return [made.vectors[path] for path in sorted(made.vectors)]
-
-
-def write(directory: Path) -> int:
-    """Write the corpus into `directory`, in place of what was generated there before; returns the number of vectors."""
-    for name in KINDS:
-        shutil.rmtree(directory / name, ignore_errors=True)
-    vectors = corpus()
-    for name, content in (item for vector in vectors for item in vector.content().items()):
-        path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    return len(vectors)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Write the corpus where the only argument says, or into its place."""
-    directory = Path(arguments[0]) if arguments else CORPUS
-    print(f"{write(directory)} vectors in {directory}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

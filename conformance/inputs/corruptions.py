@@ -1,7 +1,7 @@
 """Something wrong in the files of a delta, anywhere: what a bad disk, an impatient writer or a bug may leave.
 
-`conformance.malformed` has one fault of each kind, made to be refused with its reason; these are drawn, and may by
-chance leave a delta that is well-formed. The suite's own reader says which.
+`conformance.inputs.malformed` has one fault of each kind, made to be refused with its reason; these are drawn, and may
+by chance leave a delta that is well-formed. The suite's own reader says which.
 """
 
 from __future__ import annotations

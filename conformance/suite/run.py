@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from conformance import capabilities, levels, matrix, results
-from conformance.capabilities import CODEC, LIVE, PROGRAM
-from conformance.engines import FullCodec
-from conformance.levels import Verdict
-from conformance.options import Options
-from conformance.program import Program
-from conformance.results import FAILED, NOT_RUN, PASSED, Result
+from conformance.engines import capabilities
+from conformance.engines.capabilities import CODEC, LIVE, PROGRAM
+from conformance.engines.codecs import FullCodec
+from conformance.engines.program import Program
+from conformance.suite import levels, matrix, results
+from conformance.suite.levels import Verdict
+from conformance.suite.options import Options
+from conformance.suite.results import FAILED, NOT_RUN, PASSED, Result
 
 
 class Exit(IntEnum):

@@ -11,8 +11,8 @@ import pytest
 from hypothesis.errors import UnsatisfiedAssumption
 from torch import Tensor
 
-from conformance.capabilities import BY_ID
-from conformance.engines import Codec
+from conformance.engines.capabilities import BY_ID
+from conformance.engines.codecs import Codec
 from conformance.findings import EngineFailed, Finding, InfrastructureFailed, Mismatch, require
 from conformance.oracle import State, assert_bit_equal, clone
 

@@ -22,12 +22,14 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import InvalidArgument
 
-from conformance import again, capabilities, engines, interrupts, levels, matrix, results, shrinking, xfails
-from conformance.driving import skip_for
+from conformance.engines import capabilities, interrupts
+from conformance.engines import codecs as engines
 from conformance.findings import Late
-from conformance.options import GATE, Options, add_options, options_of
-from conformance.results import Result
-from conformance.run import Exit, Run, files_of
+from conformance.suite import again, levels, matrix, results, shrinking, xfails
+from conformance.suite.driving import skip_for
+from conformance.suite.options import GATE, Options, add_options, options_of
+from conformance.suite.results import Result
+from conformance.suite.run import Exit, Run, files_of
 
 RUN: pytest.StashKey[Run] = pytest.StashKey()
 CANNOT_START: pytest.StashKey[bool] = pytest.StashKey()
@@ -181,7 +183,7 @@ def _plan(run: Run, item: pytest.Item) -> None:
     check = matrix.check_of(item) or ""
     name = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
     run.results[item.nodeid] = Result(name, check, levels.levels_of(item, check), matrix.row_of(item) or run.name)
-    packaged = item.path.parent == Path(__file__).parent
+    packaged = item.path.parent == Path(__file__).parents[1]
     run.commands[item.nodeid] = f"conformance.{item.path.stem}::{name.partition('::')[2]}" if packaged else item.nodeid
 
 
@@ -192,7 +194,7 @@ def _expect_failures(run: Run, items: list[pytest.Item]) -> None:
     for name, issue in entries.items():
         if name in names:
             names[name].add_marker(pytest.mark.xfail(reason=issue, strict=True))
-    run.unmatched = xfails.unmatched(entries, names, files_of(names), Path(__file__).parent)
+    run.unmatched = xfails.unmatched(entries, names, files_of(names), Path(__file__).parents[1])
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
@@ -284,6 +286,6 @@ def _written(run: Run, code: int) -> list[Path]:
     options = run.options
     if options.report is None and options.html is None:
         return []
-    from conformance import report
+    from conformance.suite import report
 
     return report.write(run, code)

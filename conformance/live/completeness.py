@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.checkpoints import Checkpoint, State, aliases, load, save
+from conformance.inputs.checkpoints import Checkpoint, State, aliases, load, save
 from conformance.live.runner import START_TIMEOUT, Host
 
 TOLERANCE = 1e-4

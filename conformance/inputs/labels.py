@@ -7,7 +7,7 @@
     PLACE_LABELS, place_labels(placed)               of `placements`
     ALIAS_LABELS, alias_labels(aliased)              of `aliased`
 
-Those of `corrupted` are the keys of `conformance.corruptions.CORRUPTIONS`.
+Those of `corrupted` are the keys of `conformance.inputs.corruptions.CORRUPTIONS`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from conformance.memory import KINDS, Aliased, Placed
+from conformance.inputs.memory import KINDS, Aliased, Placed
 from conformance.oracle import CODES, DTYPES, Bits, Patch, State, bits, expected_patches, unsigned, width
 
 IEEE = {"F64": (11, 52), "F32": (8, 23), "F16": (5, 10), "BF16": (8, 7), "F8_E5M2": (5, 2)}

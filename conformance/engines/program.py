@@ -2,7 +2,7 @@
 
     COMMAND encode BASE TARGET OUT            write the delta from BASE to TARGET into the directory OUT
     COMMAND apply DELTA BASE OUT              write the state that DELTA makes of BASE into the file OUT
-    COMMAND capabilities                      print names of `conformance.capabilities`, or refuse: then it has none
+    COMMAND capabilities                      print names of `engines.capabilities`, or refuse: then it has none
 
     COMMAND invert DELTA BASE OUT INVERSE     with `inverts`: apply, and write the inverse into the directory INVERSE
     COMMAND compose OUT DELTA...              with `composes`: one delta that equals several, into the directory OUT
@@ -32,8 +32,9 @@ from typing import Any
 from hypothesis import assume, currently_in_test_context
 from torch import Tensor
 
-from conformance import capabilities, interrupts, oracle
-from conformance.capabilities import PROGRAM
+from conformance import oracle
+from conformance.engines import capabilities, interrupts
+from conformance.engines.capabilities import PROGRAM
 from conformance.findings import EngineFailed, InfrastructureFailed
 from conformance.oracle import CODES, DELTA_FILE, METADATA_FILE, State
 

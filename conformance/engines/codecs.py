@@ -1,7 +1,7 @@
 """Codecs under test: the protocol, refdelta's own codec, and how one is loaded by name.
 
 The smallest codec that can be validated has a `name`, a set of `capabilities` (which may be empty), `encode` and
-`apply`. Each capability (`conformance.capabilities`) adds checks; an engine without it skips them, and
+`apply`. Each capability (`conformance.engines.capabilities`) adds checks; an engine without it skips them, and
 the matrix says so.
 """
 
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor
 
-from conformance import capabilities
-from conformance.capabilities import CODEC
+from conformance.engines import capabilities
+from conformance.engines.capabilities import CODEC
+from conformance.engines.program import TIMEOUT, Program
 from conformance.findings import EngineFailed, InfrastructureFailed
-from conformance.layouts import Layout, Piece
-from conformance.program import TIMEOUT, Program
+from conformance.oracle.layouts import Layout, Piece
 
 if TYPE_CHECKING:
     from refdelta.layout_map import LayoutMap, Region

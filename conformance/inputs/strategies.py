@@ -14,8 +14,8 @@
 
 `codes` are safetensors dtype codes, or a `Domain`: codes, and whether NaNs and needless I64 positions are drawn;
 `LEAST` is what every engine must take, `codes_for(capabilities)` what one may.
-Each draw tells Hypothesis its labels (`conformance.labels`), for `--hypothesis-show-statistics`; `LABELLED` lists every
-strategy with all of its labels, and the suite's own tests see that none is never drawn.
+Each draw tells Hypothesis its labels (`conformance.inputs.labels`), for `--hypothesis-show-statistics`; `LABELLED`
+lists every strategy with all of its labels, and the suite's own tests see that none is never drawn.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from conformance import labels
-from conformance.corruptions import CORRUPTIONS
-from conformance.labels import IEEE
-from conformance.memory import KINDS, Aliased, Placed
+from conformance.inputs import labels
+from conformance.inputs.corruptions import CORRUPTIONS
+from conformance.inputs.labels import IEEE
+from conformance.inputs.memory import KINDS, Aliased, Placed
 from conformance.oracle import (
     CODES,
     DTYPES,
@@ -370,7 +370,7 @@ def _with_kept(patch: Patch, tensor: Tensor, draw: Draw) -> Patch:
 @_telling(labels.place_labels)
 @st.composite
 def placements(draw: Draw, state: State) -> Placed:
-    """`state` in views, each tensor in memory of one of `conformance.memory.KINDS`."""
+    """`state` in views, each tensor in memory of one of `conformance.inputs.memory.KINDS`."""
     return Placed.of(state, {name: draw(st.sampled_from(KINDS)) for name in state})
 
 
@@ -391,7 +391,7 @@ def aliased(draw: Draw, codes: Sequence[str] = ALL) -> Aliased:
 @_telling(lambda drawn: set(drawn[1]))
 @st.composite
 def corrupted(draw: Draw, codes: Sequence[str] = ALL) -> tuple[State, Mapping[str, Mapping[str, bytes]]]:
-    """(base, the files of a delta from it by what was done to them): `conformance.corruptions.CORRUPTIONS`, each."""
+    """(base, the files of a delta from it by what was done to them): `corruptions.CORRUPTIONS`, each."""
     base, target = draw(pairs(codes, min_tensors=1))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     whole = draft(expected_patches(base, target), total_elements(base)).files()

@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 from torch import Tensor
 
-from conformance import digests, oracle, strategies
-from conformance.golden import (
+from conformance import oracle
+from conformance.golden.parts import (
     Corpus,
     composed_patches,
     delta_files,
@@ -23,7 +23,8 @@ from conformance.golden import (
     packed_state,
     tensor,
 )
-from conformance.oracle import DELTA_FILE, Draft, Patch, State, draft, expected_patches, total_elements
+from conformance.inputs import strategies
+from conformance.oracle import DELTA_FILE, Draft, Patch, State, digests, draft, expected_patches, total_elements
 
 Change = Callable[[Draft], object]
 

@@ -7,7 +7,7 @@ For writers of tests:
 - ``@pytest.mark.row("qwen3-tied tp=1")``, usually as ``pytest.param(..., marks=pytest.mark.row(...))``: the column
   that the outcome lands in. A test that learns it only while it runs calls ``set_row(request.node, "...")``. Without
   either, the column is the engine's name.
-- ``@pytest.mark.needs("inverts")``: a capability (`conformance.capabilities`); an engine without it skips the test.
+- ``@pytest.mark.needs("inverts")``: a capability (`engines.capabilities`); an engine without it skips the test.
 - skip with ``pytest.skip(reason)``; every reason is printed.
 
 ``row_of(item)`` and ``check_of(item)`` say where an item lands.
@@ -23,7 +23,7 @@ from importlib import metadata
 
 import pytest
 
-from conformance.results import skip_reason
+from conformance.suite.results import skip_reason
 
 CODEC_CHECKS = {
     "bit_exact": "applying encode(a, b) to a gives b, bit for bit",

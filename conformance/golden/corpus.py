@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from conformance import oracle
-from conformance.strategies import capabilities_of
+from conformance.inputs.strategies import capabilities_of
 
-CORPUS = Path(__file__).parent / "vectors"
+CORPUS = Path(__file__).parents[1] / "vectors"
 KINDS = ("valid", "invalid")
 """The directories that are generated; the rest of the corpus is written by hand."""
 

@@ -1,0 +1,1 @@
+"""The codecs under test: Python adapters and programs in any language."""

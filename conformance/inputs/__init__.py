@@ -1,0 +1,1 @@
+"""What the suite feeds engines with: states, malformed deltas, damaged files, checkpoints."""
