@@ -6,6 +6,7 @@ Tests marked `nightly` are left out by ``-m "not nightly"``, as `make test` does
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell lets what it runs in the background ignore Ctrl-C, and children inherit that; some tests send one.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LEFT_OUT: pytest.StashKey[int] = pytest.StashKey()
 

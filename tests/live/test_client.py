@@ -276,8 +276,14 @@ class Overtaken:
 
 
 def overtaken(http: Http, name: str, update: Callable[[Path, str], object]) -> Overtaken:
-    """Send a delta while a request runs. One that had ended already is asked again: a starved client is late."""
+    """Send a delta while a request runs. One that had ended already is asked again: a starved client is late.
+
+    Before that the cache is filled anew, so that what it holds is of the version that the request begins with.
+    """
     for attempt in range(ATTEMPTS):
+        if attempt:
+            http.client().sync(http.delta(), kv="reset_prefix")
+            http.ask()
         at, delta, label = http.at(), http.delta(), f"{name} {attempt}"
         before = http.client().status().weight_version
         found = Overtaken(before, label, *in_flight(http, partial(update, delta, label)))
