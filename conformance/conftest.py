@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from conformance.driving.codec import Scratch
+from conformance.driving.options import Options
 from conformance.engines import codecs as engines
 from conformance.inputs.strategies import Domain, codes_for
 from conformance.suite import plugin
-from conformance.suite.driving import Scratch
-from conformance.suite.options import Options
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:

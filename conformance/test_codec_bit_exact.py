@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conformance import oracle
+from conformance.driving.codec import Scratch, applied, encoded, skip_for
 from conformance.engines.codecs import FullCodec
 from conformance.inputs import strategies
 from conformance.oracle import assert_bit_equal, expected_patches, expected_state, total_elements
-from conformance.suite.driving import Scratch, applied, encoded, skip_for
 
 pytestmark = pytest.mark.check("bit_exact")
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import oracle
+from conformance.driving.codec import Scratch, assert_same_bytes, encoded
 from conformance.engines.codecs import FullCodec
 from conformance.inputs import strategies
 from conformance.oracle import DELTA_FILE, State, expected_patches
-from conformance.suite.driving import Scratch, assert_same_bytes, encoded
 
 pytestmark = [pytest.mark.check("canonical"), pytest.mark.needs("canonical")]
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.driving.codec import Scratch, applied, encoded
 from conformance.engines.codecs import FullCodec
 from conformance.inputs import strategies
 from conformance.oracle import State, assert_bit_equal
-from conformance.suite.driving import Scratch, applied, encoded
 
 pytestmark = pytest.mark.check("bit_exact")
 

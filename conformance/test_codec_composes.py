@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import oracle
+from conformance.driving.codec import Scratch, applied
 from conformance.engines.codecs import FullCodec
 from conformance.inputs import strategies
 from conformance.oracle import assert_bit_equal, expected_patches, expected_state, total_elements
-from conformance.suite.driving import Scratch, applied
 
 pytestmark = [pytest.mark.check("composes"), pytest.mark.needs("composes")]
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import oracle
+from conformance.driving.codec import Scratch, refused
 from conformance.engines.codecs import FullCodec
 from conformance.findings import require
 from conformance.inputs import strategies
 from conformance.inputs.corruptions import change_of
 from conformance.oracle import CODES, State, assert_bit_equal, clone, expected_state
-from conformance.suite.driving import Scratch, refused
 
 pytestmark = pytest.mark.check("refuses")
 

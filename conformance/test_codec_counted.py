@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import oracle
+from conformance.driving.codec import Scratch, applied, encoded
+from conformance.driving.counting import assert_counted, assert_right_densities_are_taken
 from conformance.engines.codecs import FullCodec
 from conformance.inputs import strategies
 from conformance.oracle import assert_bit_equal, total_elements
-from conformance.suite.counting import assert_counted, assert_right_densities_are_taken
-from conformance.suite.driving import Scratch, applied, encoded
 
 pytestmark = pytest.mark.check("counted")
 

@@ -12,10 +12,10 @@ import pytest
 from torch import Tensor
 
 from conformance import oracle
+from conformance.driving.codec import Scratch, refused
 from conformance.engines.codecs import FullCodec
 from conformance.findings import require
 from conformance.oracle import State, assert_bit_equal, clone, expected_patches, expected_state, total_elements
-from conformance.suite.driving import Scratch, refused
 
 pytestmark = pytest.mark.check("declines")
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import oracle
+from conformance.driving.codec import Scratch, encoded
 from conformance.engines.codecs import FullCodec
 from conformance.findings import require
 from conformance.inputs import strategies
 from conformance.oracle import Patch, RawDelta, expected_patches
-from conformance.suite.driving import Scratch, encoded
 
 pytestmark = pytest.mark.check("density_bound")
 

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import oracle
+from conformance.driving.codec import Scratch, assert_same_bytes, encoded
+from conformance.driving.options import Options
 from conformance.engines.codecs import FullCodec
 from conformance.inputs import strategies
 from conformance.oracle import DELTA_FILE, State, clone
-from conformance.suite.driving import Scratch, assert_same_bytes, encoded
-from conformance.suite.options import Options
 
 pytestmark = pytest.mark.check("deterministic")
 

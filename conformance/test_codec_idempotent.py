@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import oracle
+from conformance.driving.codec import Scratch, applied, encoded
 from conformance.engines.codecs import FullCodec
 from conformance.inputs import strategies
 from conformance.oracle import assert_bit_equal, expected_state, total_elements
-from conformance.suite.driving import Scratch, applied, encoded
 
 pytestmark = pytest.mark.check("idempotent")
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from conformance import oracle
+from conformance.driving.codec import Scratch
 from conformance.engines.codecs import FullCodec
 from conformance.findings import require
-from conformance.suite.driving import Scratch
 
 pytestmark = pytest.mark.needs("large")
 

@@ -14,11 +14,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from conformance import oracle
+from conformance.driving.codec import Scratch, assert_reason, raised
 from conformance.engines.codecs import FullCodec
 from conformance.findings import require
 from conformance.inputs import strategies
 from conformance.oracle import State, assert_bit_equal, clone, digests, expected_patches, total_elements
-from conformance.suite.driving import Scratch, assert_reason, raised
 
 pytestmark = [pytest.mark.check("refuses"), pytest.mark.level("versioned")]
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from conformance import oracle
+from conformance.driving.codec import Scratch, encoded
 from conformance.engines.codecs import FullCodec
 from conformance.findings import Finding, Mismatch, require
 from conformance.inputs import strategies
 from conformance.oracle import State, expected_patches
-from conformance.suite.driving import Scratch, encoded
 
 pytestmark = pytest.mark.check("minimal")
 _NAN = pytest.mark.needs("nan_values")

@@ -7,10 +7,10 @@ import pytest
 from torch import Tensor
 
 from conformance import oracle
+from conformance.driving.codec import Scratch, applied, assert_reason, must_refuse, refusal
 from conformance.engines.codecs import FullCodec
 from conformance.inputs.malformed import FAULTS, PATCHES, STATE
 from conformance.oracle import State, assert_bit_equal, expected_state, total_elements
-from conformance.suite.driving import Scratch, applied, assert_reason, must_refuse, refusal
 
 pytestmark = pytest.mark.check("refuses")
 

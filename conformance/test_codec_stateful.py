@@ -30,11 +30,11 @@ from hypothesis.stateful import (
 )
 
 from conformance import oracle
+from conformance.driving.codec import encoded
 from conformance.engines.codecs import FullCodec
 from conformance.findings import require
 from conformance.inputs import strategies
 from conformance.oracle import Patch, State, assert_bit_equal, bits, clone, expected_patches, expected_state
-from conformance.suite.driving import encoded
 
 pytestmark = pytest.mark.check("bit_exact")
 

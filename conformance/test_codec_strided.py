@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance import oracle
+from conformance.driving.codec import Scratch
 from conformance.engines.codecs import FullCodec
 from conformance.inputs import strategies
 from conformance.inputs.memory import Placed
 from conformance.oracle import assert_bit_equal, bits, expected_patches, expected_state, total_elements
-from conformance.suite.driving import Scratch
 
 pytestmark = pytest.mark.check("bit_exact")
 

@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from conformance import oracle
-from conformance.engines.codecs import FullCodec
-from conformance.findings import require
-from conformance.golden.corpus import Vector, assert_whole, load
-from conformance.oracle import DELTA_FILE, METADATA_FILE, assert_bit_equal, clone
-from conformance.suite.driving import (
+from conformance.driving.codec import (
     Scratch,
     applied,
     assert_reason,
@@ -26,6 +22,10 @@ from conformance.suite.driving import (
     raised,
     refusal,
 )
+from conformance.engines.codecs import FullCodec
+from conformance.findings import require
+from conformance.golden.corpus import Vector, assert_whole, load
+from conformance.oracle import DELTA_FILE, METADATA_FILE, assert_bit_equal, clone
 
 VECTORS = load()
 OWN_KEYS = ("format", "format_version", "layer_names", "layer_shapes", "changed_elements", "total_elements", "requires")

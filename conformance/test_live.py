@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from conformance import oracle
+from conformance.driving.options import Options, options_of
 from conformance.findings import InfrastructureFailed, require
 from conformance.inputs import checkpoints
 from conformance.inputs.checkpoints import Checkpoint
@@ -21,7 +22,6 @@ from conformance.live import changes, judge
 from conformance.live.backends import backend_of
 from conformance.live.row import Row
 from conformance.live.truth import Truths
-from conformance.suite.options import Options, options_of
 
 pytestmark = pytest.mark.timeout(600)
 

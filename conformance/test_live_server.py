@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from conformance import oracle
+from conformance.driving.options import Options
 from conformance.inputs import checkpoints
 from conformance.inputs.checkpoints import State
 from conformance.live import changes
@@ -19,7 +20,6 @@ from conformance.live.row import Backend
 from conformance.live.runner import environment
 from conformance.live.server import Server
 from conformance.live.truth import Truths, prompts
-from conformance.suite.options import Options
 
 MODEL = "qwen3-untied"
 pytestmark = [pytest.mark.timeout(600), pytest.mark.row(f"{MODEL} http tp=1")]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from conformance.driving.options import Options
 from conformance.inputs import checkpoints
 from conformance.inputs.checkpoints import State
 from conformance.live import changes, judge
@@ -17,7 +18,6 @@ from conformance.live.backends import backend_of
 from conformance.live.row import Row
 from conformance.live.setup import COMPILED, beside_adapter
 from conformance.live.truth import Truths
-from conformance.suite.options import Options
 
 pytestmark = pytest.mark.timeout(900)
 

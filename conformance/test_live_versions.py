@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from conformance import oracle
+from conformance.driving.options import Options
 from conformance.findings import EngineFailed, require
 from conformance.inputs import checkpoints
 from conformance.inputs.checkpoints import State
@@ -22,7 +23,6 @@ from conformance.live.refusals import words
 from conformance.live.row import Row
 from conformance.live.truth import Truths
 from conformance.oracle import digests
-from conformance.suite.options import Options
 
 pytestmark = [
     pytest.mark.timeout(600),

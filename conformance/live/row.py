@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from conformance import oracle
+from conformance.driving.codec import skip_for
+from conformance.driving.options import UPDATE_INFO, filled
 from conformance.engines import capabilities
 from conformance.findings import EngineFailed, Finding, InfrastructureFailed, Late, Mismatch, require
 from conformance.inputs import checkpoints
@@ -25,8 +27,6 @@ from conformance.live.refusals import words
 from conformance.live.runner import START_TIMEOUT, Host, HostDied, HostError, HostTimedOut, environment, twice_if_late
 from conformance.live.setup import PLAIN, Setup
 from conformance.live.truth import Truth, Truths, prompts
-from conformance.suite.driving import skip_for
-from conformance.suite.options import UPDATE_INFO, filled
 
 _REASON = re.compile(r"\[([a-z_]+)\]")
 """A reason stands in square brackets in the error's text, for refdelta's backend after its name."""

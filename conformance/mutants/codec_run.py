@@ -24,12 +24,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import core as hypothesis_core
 
+from conformance.driving.options import Options
 from conformance.engines.codecs import FullCodec, Reference
 from conformance.inputs import strategies
 from conformance.mutants.cells import KILLED, PASSED, SKIPPED, Cell, Cells, Judged
 from conformance.mutants.registry import CODEC, Mutant, mutants
 from conformance.mutants.right import Plain
-from conformance.suite.options import Options
 
 SUITE = Path(__file__).parents[1]
 PROFILE = "mutants"

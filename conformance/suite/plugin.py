@@ -22,12 +22,13 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import InvalidArgument
 
+from conformance.driving import levels, xfails
+from conformance.driving.codec import skip_for
+from conformance.driving.options import GATE, Options, add_options, options_of
 from conformance.engines import capabilities, interrupts
 from conformance.engines import codecs as engines
 from conformance.findings import Late
-from conformance.suite import again, levels, matrix, results, shrinking, xfails
-from conformance.suite.driving import skip_for
-from conformance.suite.options import GATE, Options, add_options, options_of
+from conformance.suite import again, matrix, results, shrinking
 from conformance.suite.results import Result
 from conformance.suite.run import Exit, Run, files_of
 

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 
+from conformance.driving.options import UPDATE_INFO
 from conformance.engines import capabilities
 from conformance.findings import shown
 from conformance.suite import matrix
-from conformance.suite.options import UPDATE_INFO
 from conformance.suite.results import OUTCOMES, Result
 from conformance.suite.run import Run, by_outcome
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
+from conformance.driving import levels
+from conformance.driving.levels import Verdict
+from conformance.driving.options import Options
 from conformance.engines import capabilities
 from conformance.engines.capabilities import CODEC, LIVE, PROGRAM
 from conformance.engines.codecs import FullCodec
 from conformance.engines.program import Program
-from conformance.suite import levels, matrix, results
-from conformance.suite.levels import Verdict
-from conformance.suite.options import Options
+from conformance.suite import matrix, results
 from conformance.suite.results import FAILED, NOT_RUN, PASSED, Result
 
 

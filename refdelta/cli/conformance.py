@@ -69,7 +69,7 @@ def _settings(arguments: list[str]) -> list[str]:
 
 
 def _help() -> str:
-    from conformance.suite.options import OPTIONS
+    from conformance.driving.options import OPTIONS
 
     lines = [f"  {option.name} {option.metavar}".ljust(32) + option.help for option in OPTIONS]
     return HELP + "\n" + "\n".join(lines)

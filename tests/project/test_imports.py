@@ -4,120 +4,22 @@ import ast
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from scripts import rooms
+from scripts.rooms import FACADES, ROOT, House, imports, imports_of, python_files
 
-# From the format outwards, one line a floor. A module imports from its own room and from floors below; rooms of one
-# floor do not know each other. What is not a folder is a room of one module.
-FLOORS: tuple[tuple[str, ...], ...] = (
-    ("plain",),
-    ("spec",),
-    ("codec",),
-    ("files",),
-    ("layout", "checkpoints", "digest"),
-    ("layout.families",),
-    ("apply", "encode", "layout_map"),
-    ("vllm", "trainer"),
-    ("vllm.assumptions",),
-    ("vllm.tracing", "vllm.worker", "vllm.plugin"),
-    ("vllm.proof",),
-    ("vllm.update", "vllm.auditing"),
-    ("vllm.calls", "vllm.startup"),
-    ("vllm.backend",),
-    # Names by which modules of rooms are known outside.
-    ("vllm.client", "vllm.trace", "vllm.audit", "vllm.http_engine", "vllm.attest", "vllm.postload"),
-    ("store", "telemetry"),
-    ("gate", "cli"),
-    ("__init__",),
-)
-LEVEL = {room: level for level, floor in enumerate(FLOORS) for room in floor}
-FACADES = ("digest", "apply", "encode", "layout_map")
-"""What is imported from outside: re-exports, and nothing inside a room imports one."""
 CORE = ("plain", "spec", "codec", "files", "layout", "layout.families", *FACADES)
 CORE_NEEDS = frozenset({"torch", "numpy", "safetensors"})
 # The suite's only ways into refdelta: the reference engine, and the encoder that feeds live engines.
-ADAPTERS = {"conformance/engines.py", "conformance/live/encoder.py"}
-
-
-@dataclass(frozen=True, slots=True)
-class Import:
-    """One imported module or name, dotted; ``eager`` where importing the file imports it too."""
-
-    name: str
-    line: int
-    eager: bool
-    typing_only: bool
-
-
-def imports_of(source: str, package: str = "") -> list[Import]:
-    return list(_walk(ast.parse(source), package, eager=True, typing_only=False))
-
-
-def _walk(node: ast.AST, package: str, *, eager: bool, typing_only: bool) -> Iterator[Import]:
-    for child in ast.iter_child_nodes(node):
-        for name in _names(child, package):
-            yield Import(name, getattr(child, "lineno", 0), eager and not typing_only, typing_only)
-        inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-            yield from _walk(ast.Module(child.body, []), package, eager=eager, typing_only=True)
-            yield from _walk(ast.Module(child.orelse, []), package, eager=eager, typing_only=typing_only)
-        else:
-            yield from _walk(child, package, eager=eager and not inside, typing_only=typing_only)
-
-
-def _names(node: ast.AST, package: str) -> Iterator[str]:
-    """The names that an import statement, or a call of ``import_module`` with a literal, brings in."""
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
-        module = ".".join(filter(None, (base, node.module)))
-        yield from (f"{module}.{alias.name}" for alias in node.names)
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
-        match node.args:
-            case [ast.Constant(value=str(name)), *_]:
-                yield name
-
-
-def imports(path: Path) -> list[Import]:
-    return imports_of(path.read_text(), ".".join(path.relative_to(ROOT).parent.parts))
-
-
-def python_files(*folders: str) -> list[Path]:
-    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    assert found, f"no Python files under {folders}: this test looks in the wrong place"
-    return found
+ADAPTERS = {"conformance/engines/codecs.py", "conformance/live/encoder.py"}
 
 
 def label(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
-
-
-def room(dotted: str) -> str:
-    """``codec.bits`` -> ``codec``, ``layout.families.qwen3`` -> ``layout.families``, ``vllm.backend`` is its own."""
-    parts = dotted.split(".")
-    nested = [".".join(parts[:2])] if ".".join(parts[:2]) in LEVEL else []
-    return (nested or [parts[0]])[0]
-
-
-def own_room(path: Path) -> str:
-    parts = path.relative_to(ROOT / "refdelta").with_suffix("").parts
-    return "__init__" if parts == ("__init__",) else room(".".join(part for part in parts if part != "__init__"))
-
-
-def internal_target(name: str) -> str | None:
-    """The room that an imported name belongs to, ``None`` outside refdelta and for its version."""
-    parts = name.split(".")
-    if parts[0] != "refdelta" or parts[1:] == ["__version__"]:
-        return None
-    found = room(".".join(parts[1:])) if len(parts) > 1 else "__init__"
-    return found if found in LEVEL else "__init__"
 
 
 def is_vllm(name: str) -> bool:
@@ -168,43 +70,68 @@ __import__("o")
 # --- refdelta ----------------------------------------------------------------------------------------------------
 
 
-def rooms_imported() -> dict[str, set[str]]:
-    """Room -> the rooms that its modules import, lazily and for types too: those couple modules just as much."""
-    graph: dict[str, set[str]] = {}
-    for path in python_files("refdelta"):
-        own = own_room(path)
-        found = {internal_target(item.name) for item in imports(path)}
-        graph.setdefault(own, set()).update(target for target in found if target not in (None, own))
-    return graph
+HOUSES = pytest.mark.parametrize("house", [rooms.CORE, rooms.SUITE], ids=["refdelta", "conformance"])
 
 
-def test_every_room_has_a_floor() -> None:
-    missing = {own_room(path) for path in python_files("refdelta")} - LEVEL.keys()
-    assert not missing, f"give {missing} a floor in FLOORS"
+def level_of(house: House) -> dict[str, int]:
+    return {room: level for level, floor in enumerate(house.floors) for room in floor}
 
 
-def test_imports_point_down() -> None:
-    """But types of what is above may be named: ``TYPE_CHECKING`` blocks run nowhere."""
-    wrong = []
-    for path in python_files("refdelta"):
-        own = own_room(path)
+@HOUSES
+def test_every_room_has_a_floor(house: House) -> None:
+    missing = {rooms.own_room(path, house) for path in python_files(house.package)} - level_of(house).keys()
+    assert not missing, f"give {missing} a floor in scripts/rooms.py"
+
+
+@HOUSES
+def test_imports_point_down(house: House) -> None:
+    """Lazy ones too. Types of what is above may be named: ``TYPE_CHECKING`` blocks run nowhere."""
+    wrong, level = [], level_of(house)
+    for path in python_files(house.package):
+        own = rooms.own_room(path, house)
         for item in imports(path):
-            target = internal_target(item.name)
-            if target not in (None, own) and not item.typing_only and LEVEL[str(target)] >= LEVEL[own]:
+            target = rooms.target_room(item.name, house)
+            if target in (None, own) or item.typing_only or (own, target) == ("mutants", "chapters"):
+                continue
+            if level[str(target)] >= level[own]:
                 wrong.append(f"{label(path)}:{item.line} imports {item.name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_an_import_that_points_up_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lazy import from the cellar to the roof."""
+    for name, text in {"spec": "def lazy():\n    import refdelta.cli\n", "cli": "from refdelta import spec\n"}.items():
+        (tmp_path / "refdelta").mkdir(exist_ok=True)
+        (tmp_path / "refdelta" / f"{name}.py").write_text(text)
+    monkeypatch.setattr(rooms, "ROOT", tmp_path)
+    assert rooms.rooms_imported(rooms.CORE) == {"cli": {"spec"}, "spec": {"cli"}}
+    with pytest.raises(pytest.fail.Exception, match="cli"):
+        assert_no_circle(rooms.rooms_imported(rooms.CORE))
+
+
+@HOUSES
+def test_no_circle_between_rooms(house: House) -> None:
+    assert_no_circle(rooms.rooms_imported(house))
+
+
+def test_the_drawings_show_what_the_source_says() -> None:
+    for name, drawing in rooms.drawings().items():
+        assert (rooms.DRAWINGS / name).read_text() == drawing, f"run `python scripts/rooms.py`: {name}"
+        assert drawing.count('rx="5"') <= 12, f"{name}: at most twelve rooms on a sheet"
 
 
 def test_facades_only_re_export_and_no_room_imports_one() -> None:
     for facade in FACADES:
         body = ast.parse((ROOT / "refdelta" / f"{facade}.py").read_text()).body
         assert all(isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign) for node in body), facade
-    inside = [path for path in python_files("refdelta") if own_room(path) not in ("__init__", *FACADES)]
+    inside = [
+        path for path in python_files("refdelta") if rooms.own_room(path, rooms.CORE) not in ("__init__", *FACADES)
+    ]
     wrong = [
         f"{label(path)}:{item.line} imports {item.name}"
         for path in inside
         for item in imports(path)
-        if internal_target(item.name) in FACADES
+        if rooms.target_room(item.name, rooms.CORE) in FACADES
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -247,9 +174,8 @@ def test_what_documents_name_can_be_imported(module: str) -> None:
 def test_the_core_needs_only_torch_numpy_and_safetensors() -> None:
     wrong = []
     for path in python_files("refdelta"):
-        core = (
-            own_room(path) in CORE and path.name != "picture.py"
-        )  # which needs matplotlib, and says so where it has none
+        # The picture needs matplotlib, and says so where there is none.
+        core = rooms.own_room(path, rooms.CORE) in CORE and path.name != "picture.py"
         for item in imports(path) if core else []:
             top = item.name.split(".")[0]
             if top not in CORE_NEEDS and top not in sys.stdlib_module_names and top != "refdelta":
@@ -291,7 +217,9 @@ def test_importing_refdelta_does_not_import_vllm() -> None:
 
 
 def test_nothing_outside_the_vllm_package_loads_vllm() -> None:
-    outside = [p for p in python_files("refdelta") if not own_room(p).startswith(("vllm", "__init__"))]
+    outside = [
+        p for p in python_files("refdelta") if not rooms.own_room(p, rooms.CORE).startswith(("vllm", "__init__"))
+    ]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in outside]
     loaded = loaded_after("\n".join(f"import {name.removesuffix('.__init__')}" for name in names))
     assert "torch" in loaded
@@ -321,8 +249,9 @@ def test_adapters_load_refdelta_only_when_used() -> None:
 
 def test_the_oracle_is_plain_numpy_and_torch() -> None:
     """And the record of a finding, which imports nothing but the standard library."""
-    names = {item.name for item in imports(ROOT / "conformance" / "oracle.py")}
-    borrowed = {name for name in names if name.split(".")[0] not in sys.stdlib_module_names | {"numpy", "torch"}}
+    names = {item.name for path in python_files("conformance/oracle") for item in imports(path)}
+    own = sys.stdlib_module_names | {"numpy", "torch"}
+    borrowed = {n for n in names if n.split(".")[0] not in own and not n.startswith("conformance.oracle")}
     assert borrowed == {"conformance.findings.Finding", "conformance.findings.Mismatch"}
     tops = {item.name.split(".")[0] for item in imports(ROOT / "conformance" / "findings.py")}
     assert tops <= sys.stdlib_module_names

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from conformance.driving.levels import BY_ID, DECLINED, FAILED, PASSED
+from conformance.driving.options import OPTIONS, Options
 from conformance.live.backends import declared
-from conformance.suite.levels import BY_ID, DECLINED, FAILED, PASSED
-from conformance.suite.options import OPTIONS, Options
 from conformance.suite.run import Exit
 from tests.suite.runs import REPOSITORY, command
 

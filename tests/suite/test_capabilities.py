@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from conformance.driving import levels
+from conformance.driving.levels import DECLINED, FAILED, LEVELS, NOT_RUN, PASSED, judge
 from conformance.engines import capabilities
 from conformance.engines import codecs as engines
 from conformance.engines.capabilities import CODEC, KINDS, LIVE, PROGRAM, UnknownCapability
 from conformance.inputs.strategies import _CODES_OF
-from conformance.suite import levels
-from conformance.suite.levels import DECLINED, FAILED, LEVELS, NOT_RUN, PASSED, judge
 from conformance.suite.matrix import CODEC_CHECKS, LIVE_CHECKS
 from tests.suite.runs import CONFORMANCE
 

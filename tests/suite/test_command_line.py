@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from conformance.driving.options import Options
 from conformance.engines.codecs import BadEngine
 from conformance.inputs import checkpoints
 from conformance.live import backends
 from conformance.suite import matrix
-from conformance.suite.options import Options
 from conformance.suite.run import Exit
 from tests.suite.runs import CONFORMANCE, REPOSITORY, Outcome, run, run_all
 

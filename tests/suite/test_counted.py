@@ -15,9 +15,9 @@ import pytest
 from torch import Tensor
 
 from conformance import oracle
+from conformance.driving.counting import assert_counted, assert_right_densities_are_taken
 from conformance.findings import Mismatch
 from conformance.mutants.right import Plain
-from conformance.suite.counting import assert_counted, assert_right_densities_are_taken
 
 TIES = [(1, (4, 16)), (3, (4, 16)), (1, (400, 500))]
 NO_TIE = (2, (1, 3))

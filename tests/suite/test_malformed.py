@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from conformance import oracle
+from conformance.driving.codec import refusal
 from conformance.inputs.malformed import FAULTS, PATCHES, STATE
 from conformance.mutants.right import Plain
-from conformance.suite.driving import refusal
 from refdelta.spec import Reason
 
 TOTAL = oracle.total_elements(STATE)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from conformance import oracle
+from conformance.driving.codec import refused
 from conformance.engines.codecs import BadEngine, CannotStart, Loading, load
 from conformance.engines.program import Program, Refused, storable
 from conformance.findings import EngineFailed, InfrastructureFailed
-from conformance.suite.driving import refused
 
 STATE = {"w": oracle.from_bits(range(6), "BF16", (2, 3))}
 OTHER = {"w": oracle.from_bits([0, 1, 9, 3, 4, 5], "BF16", (2, 3))}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.suite.options import GATE_ROWS
+from conformance.driving.options import GATE_ROWS
 from tests.suite.runs import CONFORMANCE, Outcome, run_all
 
 COLLECT = ("--engine", "vllm", "--collect-only", "-q", "-p", "no:cacheprovider", str(CONFORMANCE))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from conformance.driving import levels, xfails
 from conformance.engines.program import TIMEOUT
-from conformance.suite import levels, xfails
 
 LIVE_ENGINE = "vllm"
 LIVE_TP = (1, 2)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from conformance import oracle
+from conformance.driving.codec import Scratch, applied, encoded, refusal
 from conformance.engines.codecs import Codec
 from conformance.findings import require
 from conformance.oracle import State, assert_bit_equal, expected_patches, total_elements
-from conformance.suite.driving import Scratch, applied, encoded, refusal
 
 
 def assert_counted(engine: Codec, base: State, target: State, scratch: Scratch) -> None:
