@@ -220,7 +220,7 @@ class Refdelta(Worker):
     )
 
     def call(self, method: str, payload: str | None) -> Run:
-        """The Worker's flag follows the session (`compat._for_this_backend`)."""
+        """The Worker's flag follows the session (`worker._for_this_backend`)."""
         if method in ("synchronize_device", "status", "echo"):
             return (yield from super().call(method, payload))
         if "flag not reset" in self.mutations:
