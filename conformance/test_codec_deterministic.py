@@ -25,7 +25,8 @@ pytestmark = pytest.mark.check("deterministic")
 _CHILD = """
 import sys
 from pathlib import Path
-from conformance import engines, oracle
+from conformance import oracle
+from conformance.engines import codecs as engines
 name, base, target, out = sys.argv[1:]
 engine = engines.load(name, engines.Loading(Path.cwd(), frozenset()))
 engine.encode(oracle.load_state(Path(base)), oracle.load_state(Path(target)), Path(out))

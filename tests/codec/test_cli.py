@@ -137,11 +137,12 @@ def test_ctrl_c_while_it_imports_is_one_line(module: str, tmp_path: Path) -> Non
 def test_ctrl_c_at_work_is_one_line_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     """SIGINT while a delta is written; the signal comes from inside, so that it comes then."""
     program = """
-import os, signal, refdelta.encode
+import os, signal
+from refdelta.files import writing
 def interrupted(*_):
     os.kill(os.getpid(), signal.SIGINT)
     raise AssertionError("no signal")
-refdelta.encode.write_hashed = interrupted
+writing.write_hashed = interrupted
 """
     done = subprocess.run(
         [sys.executable, "-c", program + ENTRY, "compose", str(folder), "-o", str(tmp_path / "out")],
@@ -167,7 +168,7 @@ def test_importing_refdelta_imports_no_vllm() -> None:
 
 def test_public_names_are_no_modules_whatever_is_imported() -> None:
     """A submodule of the same name would take the place of a function once it is imported."""
-    code = "import refdelta, refdelta.apply, refdelta.checkpoint_verify, types; "
+    code = "import refdelta, refdelta.apply, refdelta.checkpoints.verifying, types; "
     code += "print([n for n in refdelta.__all__ if isinstance(getattr(refdelta, n), types.ModuleType)])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr

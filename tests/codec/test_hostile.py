@@ -114,7 +114,7 @@ def test_long_names_are_not_repeated_at_length(folder: Path) -> None:
 LIMITED = """
 import pathlib, resource, sys
 from refdelta.apply import read_delta
-from refdelta.checkpoint import Checkpoint
+from refdelta.checkpoints.reading import Checkpoint
 from refdelta.spec import DeltaError
 pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
 limit = pages * resource.getpagesize() + (64 << 20)

@@ -573,7 +573,7 @@ def test_metadata_may_be_as_long_as_a_header(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: int, taken: bool
 ) -> None:
     folder = valid(tmp_path)
-    monkeypatch.setattr("refdelta.apply.MAX_HEADER_BYTES", (folder / METADATA_FILE).stat().st_size - over)
+    monkeypatch.setattr("refdelta.files.reading.MAX_HEADER_BYTES", (folder / METADATA_FILE).stat().st_size - over)
     if taken:
         read_delta(folder)
     else:

@@ -70,7 +70,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 HOME = """
-from conformance import plugin
+from conformance.suite import plugin
 import pytest
 
 @pytest.hookimpl(trylast=True)

@@ -51,7 +51,7 @@ def test_has_no_set_up(broken_fixture):
 
 LIVE_TESTS = """
 import pytest
-from conformance.matrix import set_row
+from conformance.suite.matrix import set_row
 pytestmark = pytest.mark.check("touch_all")
 ROWS = [pytest.param(tp, marks=pytest.mark.row(f"qwen3-tied tp={tp}")) for tp in (1, 2)]
 

@@ -20,7 +20,7 @@ IN_WHEEL = (
     "report.schema.json",
     "report.html.j2",
     "vectors/README.md",
-    "launch.py",
+    "suite/launch.py",
     "configs/qwen3-8b.json",
 )
 CHOSEN = "test_counts or declines or test_malformed"
@@ -145,7 +145,7 @@ def test_bad_usage_ends_alike(installed: Path, way: str, tmp_path: Path) -> None
 
 def test_other_test_runs_are_left_alone(installed: Path, tmp_path: Path) -> None:
     """The plugin adds no option and imports no torch where the suite is not asked for."""
-    loaded = "'torch' not in sys.modules and 'conformance.engines.launch' in sys.modules"
+    loaded = "'torch' not in sys.modules and 'conformance.suite.launch' in sys.modules"
     (tmp_path / "test_own.py").write_text(f"import sys\ndef test_own():\n    assert {loaded}\n")
     words = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest")
     found = run(installed, tmp_path, *words)

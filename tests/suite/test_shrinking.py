@@ -26,7 +26,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ENGINE, shrinking.NAME, getattr(ENGINE, shrinking.NAME))
     before = settings.get_current_profile_name()
     settings.load_profile("program")
-    assert shrinking.bound(), "this Hypothesis has no such constant: see conformance/shrinking.py"
+    assert shrinking.bound(), "this Hypothesis has no such constant: see conformance/suite/shrinking.py"
     yield
     settings.load_profile(before)
 
@@ -92,7 +92,7 @@ sleep 60
 """
 RUN = """
 import sys
-from conformance import shrinking
+from conformance.suite import shrinking
 shrinking.SECONDS = 1
 import pytest
 sys.exit(pytest.main(sys.argv[1:]))

@@ -23,4 +23,4 @@ def names_the_suite(arguments: Sequence[str]) -> bool:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
     if early_config.known_args_namespace.pyargs and names_the_suite(args):
-        early_config.pluginmanager.import_plugin(f"{PACKAGE}.plugin")
+        early_config.pluginmanager.import_plugin(f"{PACKAGE}.suite.plugin")
