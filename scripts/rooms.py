@@ -204,7 +204,7 @@ def _svg(title: str, floors: list[list[str]], arrows: list[tuple[str, str]]) -> 
     boxes: dict[str, tuple[float, float, float]] = {}
     for level, floor in enumerate(reversed(floors)):
         widths = [max(90, 9 * len(name) + 24) for name in floor]
-        left = (_WIDTH - sum(widths) - _ROOM_GAP * (len(floor) - 1)) / 2 + (level % 2 * 2 - 1) * 90
+        left: float = (_WIDTH - sum(widths) - _ROOM_GAP * (len(floor) - 1)) / 2 + (level % 2 * 2 - 1) * 90
         for name, width in zip(floor, widths, strict=True):
             boxes[name] = (left, 10 + level * _HEIGHT, width)
             left += width + _ROOM_GAP

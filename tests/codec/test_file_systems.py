@@ -524,7 +524,7 @@ def test_on_a_real_overlay(mounted: Callable[[str], str], tmp_path: Path) -> Non
         import os, sys
         from pathlib import Path
         from refdelta import apply_to_checkpoint, read_delta
-        from refdelta.files import atomic as files
+        from refdelta.files import opening
         from refdelta.checkpoints.reading import Checkpoint
         from tests.codec.test_file_systems import version_at, versioned, write_delta
 

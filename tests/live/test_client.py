@@ -14,9 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
-from conformance.checkpoints import State
 
-from conformance import checkpoints, oracle
+from conformance import oracle
+from conformance.inputs import checkpoints
+from conformance.inputs.checkpoints import State
 from conformance.live import changes
 from conformance.live.runner import environment
 from conformance.live.server import Server

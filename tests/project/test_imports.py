@@ -8,9 +8,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-
-from scripts import rooms
-from scripts.rooms import FACADES, ROOT, House, imports, imports_of, python_files
+import rooms
+from rooms import FACADES, ROOT, House, imports, imports_of, python_files
 
 CORE = ("plain", "spec", "codec", "files", "layout", "layout.families", *FACADES)
 CORE_NEEDS = frozenset({"torch", "numpy", "safetensors"})
