@@ -204,7 +204,7 @@ def _svg(title: str, floors: list[list[str]], arrows: list[tuple[str, str]]) -> 
     boxes: dict[str, tuple[float, float, float]] = {}
     for level, floor in enumerate(reversed(floors)):
         widths = [max(90, 9 * len(name) + 24) for name in floor]
-        left: float = (_WIDTH - sum(widths) - _ROOM_GAP * (len(floor) - 1)) / 2 + (level % 2 * 2 - 1) * 90
+        left: float = (_WIDTH - sum(widths) - _ROOM_GAP * (len(floor) - 1)) / 2 + (level % 3 - 1) * 150
         for name, width in zip(floor, widths, strict=True):
             boxes[name] = (left, 10 + level * _HEIGHT, width)
             left += width + _ROOM_GAP
@@ -221,10 +221,10 @@ def _svg(title: str, floors: list[list[str]], arrows: list[tuple[str, str]]) -> 
             f'<path d="M{x1 + w1 / 2:.0f} {y1 + _BOX_HEIGHT:.0f}L{x2 + w2 / 2:.0f} {y2:.0f}" stroke="#99a" fill="none" '
             'marker-end="url(#tip)"/>'
         )
-    for name, (x, y, width) in boxes.items():
+    for name, (x, y, w) in boxes.items():
         lines.append(
-            f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{_BOX_HEIGHT}" rx="5" fill="#eef3ff" '
-            f'stroke="#334"/><text x="{x + width / 2:.0f}" y="{y + 22:.0f}" font-size="14" text-anchor="middle">'
+            f'<rect x="{x:.0f}" y="{y:.0f}" width="{w:.0f}" height="{_BOX_HEIGHT}" rx="5" fill="#eef3ff" '
+            f'stroke="#334"/><text x="{x + w / 2:.0f}" y="{y + 22:.0f}" font-size="14" text-anchor="middle">'
             f"{escape(name)}</text>"
         )
     return "\n".join([*lines, "</svg>", ""])
