@@ -143,7 +143,7 @@ def _has_vllm() -> bool:
 
 def _by_trace(path: Path, sizes: _Sizes, *, unasked: bool) -> list[LayoutMap]:
     from refdelta.spec import DeltaError
-    from refdelta.vllm.tracing.recorder import trace_config_ranks
+    from refdelta.vllm.tracing.tracer import trace_config_ranks
 
     try:
         return trace_config_ranks(path, tp_size=sizes.tp, ranks=sizes.ranks, expert_parallel=sizes.expert_parallel)

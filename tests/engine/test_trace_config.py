@@ -23,8 +23,7 @@ from refdelta.layout.proofs import AcrossRanks, difference, lost
 from refdelta.layout_map import LayoutMap, TensorInfo, layout_from_config
 from refdelta.spec import DeltaError, Reason
 from refdelta.vllm.tracing.meta_engine import Sizes
-from refdelta.vllm.tracing.recorder import trace_config, trace_config_ranks
-from refdelta.vllm.tracing.tracer import Tracer
+from refdelta.vllm.tracing.tracer import Tracer, trace_config, trace_config_ranks
 from tests.layout.broken import BROKEN, Broken
 from tests.layout.models import GEMMA4, GEMMA4_MOE, QWEN3, QWEN3_MOE, SMALL, TOWERS, Config, Engine, engines, wrapped
 

@@ -108,7 +108,7 @@ def test_maps_that_differ_fail(capsys: pytest.CaptureFixture[str], monkeypatch: 
     def traced(path: object, **sizes: object) -> list[LayoutMap]:
         return [LayoutMap.from_json(_swapped(layout.to_json())) for layout in layouts]
 
-    monkeypatch.setattr("refdelta.vllm.tracing.recorder.trace_config_ranks", traced)
+    monkeypatch.setattr("refdelta.vllm.tracing.tracer.trace_config_ranks", traced)
     assert run(["layout", str(QWEN), "--tp", "2", "--source", "both"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines if "regions model.layers.0.self_attn.k_proj.weight" in line] == [
@@ -142,7 +142,7 @@ def test_a_tensor_that_vllm_leaves_out_is_a_finding(
     def traced(path: object, **sizes: object) -> list[LayoutMap]:
         return list(map(_without_bias, layouts))
 
-    monkeypatch.setattr("refdelta.vllm.tracing.recorder.trace_config_ranks", traced)
+    monkeypatch.setattr("refdelta.vllm.tracing.tracer.trace_config_ranks", traced)
     monkeypatch.setattr("refdelta.cli.layout._has_vllm", lambda: True)
     assert run(["layout", str(path), "--tp", "2", *asked, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -167,7 +167,7 @@ def test_where_vllm_cannot_trace_the_rules_are_named(
     def traced(path: object, **sizes: object) -> list[LayoutMap]:
         raise DeltaError(Reason.UNSUPPORTED_ENGINE, "layout: no such model")
 
-    monkeypatch.setattr("refdelta.vllm.tracing.recorder.trace_config_ranks", traced)
+    monkeypatch.setattr("refdelta.vllm.tracing.tracer.trace_config_ranks", traced)
     monkeypatch.setattr("refdelta.cli.layout._has_vllm", lambda: True)
     assert run(["layout", str(QWEN)]) == 2
     assert "--source rules" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Three maps of every small model that share nothing: the rules, the trace, and what a fresh engine did with a code.
+"""Three maps of every small model from three sources: the rules, the trace, and what a fresh engine did with a code.
 
 A fresh engine, without refdelta's plugin, loads checkpoints whose elements say where they come from
 (`conformance.live.position_code`). What stands in its parameters is compared with the traced map and with the rules, on

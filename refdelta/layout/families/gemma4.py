@@ -23,8 +23,8 @@ __all__ = ["MULTIMODAL", "gemma4"]
 MULTIMODAL = "Gemma4ForConditionalGeneration"
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_SHARED = re.compile(r"\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
-_TOWER = re.compile(r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\.")
+SHARED_KV_NAME = re.compile(r"\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+TOWER_NAME = re.compile(r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\.")
 _PER_LAYER = {"head_dim", "num_key_value_heads", "sliding_window"}
 
 
@@ -120,9 +120,9 @@ def _text_table(config: Config, dtype: Any, fused: bool) -> Table:
 
 
 def _dropped(name: str, first_shared: int) -> str | None:
-    if _TOWER.match(name):
+    if TOWER_NAME.match(name):
         return TOWER
-    shared = _SHARED.search(name)
+    shared = SHARED_KV_NAME.search(name)
     return SHARED_KV if shared and int(shared[1]) >= first_shared else None
 
 

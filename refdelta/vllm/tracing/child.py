@@ -1,4 +1,4 @@
-"""The process in which layouts are traced from a config: `python -m refdelta.vllm.trace_child`.
+"""The process in which layouts are traced from a config: `python -m refdelta.vllm.tracing.child`.
 
 One JSON request a line on standard input, until it ends. Replies go to what was standard output; whatever vLLM prints
 goes to standard error. A reply is one JSON line: ``{"ready": version}`` first; then, per request, for each rank

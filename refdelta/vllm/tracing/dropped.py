@@ -12,13 +12,12 @@ from typing import Any
 
 from torch import nn
 
+from refdelta.layout.families.gemma4 import SHARED_KV_NAME, TOWER_NAME
 from refdelta.layout.reasons import OTHER_RANKS, ROTARY, SHARED_KV, TOWER
 
 __all__ = ["declared_drops"]
 
 _ROTARY = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-_TOWER = re.compile(r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\.")
-_SHARED_KV = re.compile(r"\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -45,11 +44,11 @@ def _rotary(name: str) -> str | None:
 
 
 def _tower(name: str) -> str | None:
-    return TOWER if _TOWER.match(name) else None
+    return TOWER if TOWER_NAME.match(name) else None
 
 
 def _shared_kv(name: str, first_shared: int) -> str | None:
-    found = _SHARED_KV.search(name)
+    found = SHARED_KV_NAME.search(name)
     if found and int(found[1]) >= first_shared:
         return SHARED_KV
     return None

@@ -2,9 +2,9 @@
 
 `model.load_weights` is called once with a meta tensor per checkpoint tensor, under a `TorchDispatchMode` that notes
 every ``copy_`` into the model (destination view, source view) and executes none of them. Offsets and strides of the
-two views are the map. Sources are told apart by their storage, so fused, sharded, replicated and expert layouts come
-out without a line of model-specific code. Any other write into the model is refused: the trace must not change the
-engine that it looks at.
+two views are the map. Sources are told apart by their storage, so fused, sharded, replicated and expert layouts
+follow from the copies alone. What a model's loader leaves out on purpose is listed by model (`dropped`). Any other
+write into the model is refused: the trace must not change the engine that it looks at.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from refdelta.layout.map import LayoutMap, Region
 from refdelta.layout.reasons import OTHER_RANKS
 from refdelta.spec import DeltaError, Reason
 from refdelta.vllm.tracing.dropped import declared_drops
-from refdelta.vllm.tracing.tracer import trace_config, trace_config_ranks
 
-__all__ = ["runtime_aliases", "runtime_tensors", "trace_config", "trace_config_ranks", "trace_model"]
+__all__ = ["runtime_aliases", "runtime_tensors", "trace_model"]
 
 aten = torch.ops.aten
 
