@@ -320,6 +320,8 @@ def unpack(raw: bytes) -> tuple[list[Entry], dict[str, str], int]:
     entries, offset = [], 0
     for key, spec in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = spec["data_offsets"]
+        if not all(type(number) is int for number in (*spec["shape"], begin, end)):  # JSON's true is no number
+            raise OracleError(f"{key}: shape {spec['shape']}, offsets [{begin}, {end}] are not all integers")
         elements = int(np.prod(spec["shape"], dtype=object)) if spec["shape"] else 1
         stored = elements * width(spec["dtype"]) // (2 if spec["dtype"] == SUB_BYTE else 1)
         if begin != offset or end - begin != stored:

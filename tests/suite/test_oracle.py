@@ -242,3 +242,12 @@ def test_oracle_loads_without_refdelta() -> None:
     code = "import sys, conformance.oracle.layouts, conformance.inputs.malformed, conformance.inputs.strategies"
     code += "; sys.exit(any(name.partition('.')[0] in ('refdelta', 'vllm') for name in sys.modules))"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment(), check=True, timeout=120)
+
+
+@pytest.mark.parametrize("stated", [{"shape": [True]}, {"shape": [1.0]}, {"data_offsets": [False, 4]}])
+def test_true_is_no_number_in_a_header(stated: dict[str, object]) -> None:
+    """Found by a nightly run (seed of 2026-12-01): Python counts ``true`` as 1, and the oracle took such a header."""
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | stated
+    head = json.dumps({"x": entry}).encode()
+    with pytest.raises(oracle.OracleError, match="not all integers"):
+        oracle.unpack(len(head).to_bytes(8, "little") + head + bytes(4))
