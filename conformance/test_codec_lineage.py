@@ -1,6 +1,6 @@
 """refuses, for engines that keep a digest: a delta that was not made for this state is refused before it is written.
 
-The digests are computed by `conformance.digests`, one element at a time; malformed lineages are among the vectors.
+The digests are computed by `conformance.digests`, from the text alone; malformed lineages are among the vectors.
 """
 
 from __future__ import annotations
