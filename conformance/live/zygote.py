@@ -51,9 +51,8 @@ def once_for_all_forks() -> None:
     with contextlib.suppress(ImportError, AttributeError):
         from vllm.platforms import current_platform
 
-        platform = type(current_platform)
         current_platform.register_triton_kernel_overrides()
-        setattr(platform, "register_triton_kernel_overrides", classmethod(lambda cls: None))  # noqa: B010
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)  # done, for every fork
     with contextlib.suppress(ImportError, AttributeError):
         from vllm.config.logging import LoggingConfig
         from vllm.logger import configure_logging_if_needed
@@ -64,10 +63,13 @@ def once_for_all_forks() -> None:
 
 
 def _what_compilers_do_once() -> None:
-    """Import PyTorch's compiler, and let it compile what tells it which vector instructions this machine has."""
-    with contextlib.suppress(ImportError, AttributeError), tempfile.TemporaryDirectory() as home:
+    """Let PyTorch compile what tells it which vector instructions this machine has.
+
+    Where there is no C++ compiler (a RuntimeError), the engines that want one say so.
+    """
+    with contextlib.suppress(ImportError, AttributeError, RuntimeError), tempfile.TemporaryDirectory() as home:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = home
-        from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401
+        from torch._inductor import cpu_vec_isa
 
         cpu_vec_isa.valid_vec_isa_list()
 

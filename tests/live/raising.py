@@ -91,7 +91,10 @@ class Raising(WeightTransferEngine[Info, Info]):  # type: ignore[misc]  # as abo
 
     def _kind(self, point: str) -> str | None:
         faults = json.loads(Path(os.environ[FAULT]).read_text() or "[]")
-        return next((kind for rank, where, kind in faults if (rank, where) == (self.rank, point)), None)
+        kind = next((kind for rank, where, kind in faults if (rank, where) == (self.rank, point)), None)
+        if kind:
+            Path(f"{os.environ[FAULT]}.{self.rank}").touch()  # it has been read, and may be replaced
+        return kind
 
     def _may_fail(self, point: str) -> None:
         if self._kind(point) == "fails":

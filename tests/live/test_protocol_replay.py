@@ -102,6 +102,15 @@ class Live:
             return False
         return True
 
+    def struck(self, ranks: set[int], seconds: float = 1.0) -> None:
+        """Wait until these ranks have read their faults: vLLM answers when the first one fails, and a late one would
+        find the next call's. One that the call never reached has none to read."""
+        marks, end = [Path(f"{self.fault}.{rank}") for rank in ranks], time.monotonic() + seconds
+        while not all(mark.exists() for mark in marks) and time.monotonic() < end:
+            time.sleep(0.01)
+        for mark in marks:
+            mark.unlink(missing_ok=True)
+
     def drained(self) -> int:
         """Take what was left in the replies' queues; how much it was."""
         (left,) = self.host.call("rpc", method="test_drain")
@@ -153,6 +162,7 @@ def replayed(live: Live, schedule: Schedule) -> Predicted:
         arguments: dict[str, Any] = {"info": info(Path("a"))} if call == "update" else {}
         predicted = model.call(call, faults)
         assert live.ok(COMMANDS.get(call, "update"), **arguments) == predicted, (number, call)
+        live.struck({fault[0] for fault in faults})
     live.fault.write_text("")
     return model
 

@@ -96,9 +96,10 @@ def test_threads_are_told_from_the_main_one_and_from_zeromq_s() -> None:
         "import threading, time\n"
         "from conformance.live.engine import other_threads\n"
         "before = other_threads()\n"
-        "threading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n"
+        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
         "import zmq; context = zmq.Context(); socket = context.socket(zmq.PAIR)\n"
-        "time.sleep(0.3)\n"
+        "end = time.monotonic() + 20\n"  # a thread gets its name only after it has started
+        "while len(other_threads()) > 1 and time.monotonic() < end: time.sleep(0.05)\n"
         "print(len(before), len(other_threads()))\n"
     )
     env = os.environ | {"OMP_NUM_THREADS": "1"}
