@@ -25,10 +25,10 @@ from refdelta.spec import Delta, DeltaError, Lineage, Reason, TensorPatch
 from refdelta.vllm.update import session
 from refdelta.vllm.update import updating as update
 from refdelta.vllm.update.anchor import AnchorUpdate
-from refdelta.vllm.update.block_digests import Shares
+from refdelta.vllm.update.block_digests import BlockDigests
 from refdelta.vllm.update.ledger import Account, Ledger
 from refdelta.vllm.update.options import Options
-from refdelta.vllm.update.proven_layout import Piece, Target
+from refdelta.vllm.update.proven_layout import Piece, ProvenLayout
 from refdelta.vllm.update.ranks import RankGroup
 from refdelta.vllm.update.updating import DeltaUpdate
 
@@ -48,7 +48,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
 }
 """The engines, and the checks that each of them runs; the first runs all."""
 
-Route = Callable[[Target, Shares, TensorPatch], list[Piece]]
+Route = Callable[[ProvenLayout, BlockDigests, TensorPatch], list[Piece]]
 Moved = Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
@@ -87,7 +87,9 @@ def _undefended(patch: pytest.MonkeyPatch) -> None:
 # --- routers: one rule of the layout each ----------------------------------------------------------------------------
 
 
-def _rerouted(patch: pytest.MonkeyPatch, change: Callable[[Route, Target, Shares, TensorPatch], list[Piece]]) -> None:
+def _rerouted(
+    patch: pytest.MonkeyPatch, change: Callable[[Route, ProvenLayout, BlockDigests, TensorPatch], list[Piece]]
+) -> None:
     original = update._route
     patch.setattr(update, "_route", lambda *arguments: change(original, *arguments))
     _undefended(patch)
@@ -96,9 +98,9 @@ def _rerouted(patch: pytest.MonkeyPatch, change: Callable[[Route, Target, Shares
 def _renamed(patch: pytest.MonkeyPatch, one: str, other: str) -> None:
     names = {one: other, other: one}
 
-    def route(original: Route, target: Target, shares: Shares, tensor: TensorPatch) -> list[Piece]:
+    def route(original: Route, target: ProvenLayout, block_digests: BlockDigests, tensor: TensorPatch) -> list[Piece]:
         name = re.sub("|".join(map(re.escape, names)), lambda found: names[found.group()], tensor.name)
-        return original(target, shares, replace(tensor, name=name))
+        return original(target, block_digests, replace(tensor, name=name))
 
     _rerouted(patch, route)
 
@@ -108,13 +110,13 @@ def _moved(
 ) -> None:
     """On ``rank`` the changes of matching tensors are taken for those at other positions, where these are inside."""
 
-    def route(original: Route, target: Target, shares: Shares, tensor: TensorPatch) -> list[Piece]:
+    def route(original: Route, target: ProvenLayout, block_digests: BlockDigests, tensor: TensorPatch) -> list[Piece]:
         if RankGroup.world().rank != rank or not re.search(names, tensor.name):
-            return original(target, shares, tensor)
+            return original(target, block_digests, tensor)
         at = where(tensor.indices.to(torch.int64), tensor.shape)
         inside = (at >= 0) & (at < tensor.numel)
         kept = TensorPatch(tensor.name, tensor.shape, at[inside].to(tensor.indices.dtype), tensor.values[inside])
-        return original(target, shares, kept)
+        return original(target, block_digests, kept)
 
     _rerouted(patch, route)
 
@@ -123,8 +125,8 @@ def _moved(
 def fused_weights_skipped(patch: pytest.MonkeyPatch) -> None:
     """q, k, v, gate and up are not runtime parameters, so their changes go nowhere."""
 
-    def route(original: Route, target: Target, shares: Shares, tensor: TensorPatch) -> list[Piece]:
-        found = original(target, shares, tensor)
+    def route(original: Route, target: ProvenLayout, block_digests: BlockDigests, tensor: TensorPatch) -> list[Piece]:
+        found = original(target, block_digests, tensor)
         return [piece for piece in found if not re.search("qkv_proj|gate_up_proj", piece.param)]
 
     _rerouted(patch, route)
@@ -152,9 +154,9 @@ def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
 def layers_are_one(patch: pytest.MonkeyPatch) -> None:
     """Every layer's norms are taken for the first one's."""
 
-    def route(original: Route, target: Target, shares: Shares, tensor: TensorPatch) -> list[Piece]:
+    def route(original: Route, target: ProvenLayout, block_digests: BlockDigests, tensor: TensorPatch) -> list[Piece]:
         name = re.sub(r"layers\.\d+\.(\w+norm)", r"layers.0.\1", tensor.name)
-        return original(target, shares, replace(tensor, name=name))
+        return original(target, block_digests, replace(tensor, name=name))
 
     _rerouted(patch, route)
 
@@ -204,8 +206,8 @@ def vocabulary_cut_unpadded(patch: pytest.MonkeyPatch) -> None:
 def buffers_skipped(patch: pytest.MonkeyPatch) -> None:
     """Checkpoint tensors that become buffers (layer scalars) are no parameters, so their changes go nowhere."""
 
-    def route(original: Route, target: Target, shares: Shares, tensor: TensorPatch) -> list[Piece]:
-        return [] if tensor.name.endswith("layer_scalar") else original(target, shares, tensor)
+    def route(original: Route, target: ProvenLayout, block_digests: BlockDigests, tensor: TensorPatch) -> list[Piece]:
+        return [] if tensor.name.endswith("layer_scalar") else original(target, block_digests, tensor)
 
     _rerouted(patch, route)
 
@@ -219,12 +221,14 @@ def second_place_forgotten(patch: pytest.MonkeyPatch) -> None:
 @caught_by("every_tensor", kind="router", fault=28, row=MOE)
 def experts_as_loaded(patch: pytest.MonkeyPatch) -> None:
     """Experts are written where they were loaded, not where the kernel reads them."""
-    route = Target.route
+    route = ProvenLayout.route
 
-    def as_loaded(self: Target, tensor: TensorPatch, numbers: Sequence[int], regions: Sequence[Region]) -> list[Piece]:
-        return route(replace(self, places={}), tensor, numbers, regions)
+    def as_loaded(
+        self: ProvenLayout, tensor: TensorPatch, numbers: Sequence[int], regions: Sequence[Region]
+    ) -> list[Piece]:
+        return route(replace(self, position_maps={}), tensor, numbers, regions)
 
-    patch.setattr(Target, "route", as_loaded)
+    patch.setattr(ProvenLayout, "route", as_loaded)
     _undefended(patch)
 
 
@@ -408,7 +412,7 @@ def unknown_names_skipped(patch: pytest.MonkeyPatch) -> None:
 
     def lenient(self: session.Session, path: Path) -> str:
         def known(place: Path) -> Delta:
-            delta, sources = read_delta(place), self.target.layout.sources
+            delta, sources = read_delta(place), self.proven.layout.sources
             return replace(delta, patches=tuple(patch for patch in delta.patches if patch.name in sources))
 
         with pytest.MonkeyPatch.context() as inside:
@@ -456,13 +460,13 @@ def aliases_not_compared(patch: pytest.MonkeyPatch) -> None:
 @caught_by("one_rank_fails", kind="rank", fault=38, row=QWEN_TP2)
 def first_rank_raises_alone(patch: pytest.MonkeyPatch) -> None:
     """The first rank raises for all, where only the last may."""
-    patch.setattr(RankGroup, "speaks", property(lambda self: self.rank == 0))
+    patch.setattr(RankGroup, "is_reporting_rank", property(lambda self: self.rank == 0))
 
 
 @caught_by("one_rank_fails", kind="rank", fault=38, row=QWEN_TP2)
 def nobody_raises(patch: pytest.MonkeyPatch) -> None:
     """A rank's failure is logged, and the update answers that it succeeded."""
-    patch.setattr(RankGroup, "speaks", property(lambda self: False))
+    patch.setattr(RankGroup, "is_reporting_rank", property(lambda self: False))
 
 
 @caught_by("every_tensor", kind="rank", fault=38, row=QWEN_TP2)

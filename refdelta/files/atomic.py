@@ -1,13 +1,13 @@
 """Files and directories that are written whole or not at all.
 
-What is written comes to be in a workshop, a hidden sibling ``.NAME.<hex>.tmp`` of the target, is synced there and moved
-into place in one step. A writer that is killed leaves its workshop behind. It is no delta and no checkpoint (what it
+What is written comes to be in a staging directory, a hidden sibling ``.NAME.<hex>.tmp`` of the target, is synced there and moved
+into place in one step. A writer that is killed leaves its staging directory behind. It is no delta and no checkpoint (what it
 holds lies one level deeper), may be removed at any time, and the next writer of the same target removes it once it has
 lain there for `LEFTOVER_AGE_S`.
 
 Not every file system has every operation; docs/SPEC.md (section 2) says what is promised without it. Where two
-directories cannot be exchanged, the former target is moved to the workshop's ``old``, or, where it cannot be moved
-either, emptied. A workshop that holds ``old`` is never removed: what was at the target lies there, or the only whole
+directories cannot be exchanged, the former target is moved to the staging directory's ``old``, or, where it cannot be moved
+either, emptied. A staging directory that holds ``old`` is never removed: what was at the target lies there, or the only whole
 thing is its ``new``.
 """
 
@@ -31,7 +31,7 @@ from refdelta.files.posix import fcntl
 from refdelta.spec import DeltaError, Reason
 
 LEFTOVER_AGE_S: Final = 3600
-"""Seconds after which a workshop that no process holds locked counts as abandoned."""
+"""Seconds after which a staging directory that no process holds locked counts as abandoned."""
 _AT_FDCWD: Final = -100
 _RENAME_NOREPLACE: Final = 1
 _RENAME_EXCHANGE: Final = 2
@@ -105,18 +105,18 @@ def new_file(target: Path, replaceable: Replaceable | None = None) -> Iterator[P
 @contextmanager
 def _new(target: Path, replaceable: Replaceable | None) -> Iterator[Path]:
     _check_target(target, replaceable)
-    workshop = _workshop_of(target)
+    staging = _staging_directory_of(target)
     try:
-        with _open_workshop(target, workshop):
-            place = workshop / "new"
+        with _open_staging(target, staging):
+            place = staging / "new"
             yield place
-            _move(place, target, workshop, replaceable)
+            _move(place, target, staging, replaceable)
             _sync_parent(target)
     except OSError as error:
         # Moving onto what another writer has put there meanwhile.
         lost = error.errno in (*_APPEARED, errno.ENOTDIR) and os.path.lexists(target)
         reason = Reason.TARGET_EXISTS if lost else Reason.WRITE_FAILED
-        raise DeltaError(reason, f"{target}: {error.strerror}{_kept(workshop)}") from error
+        raise DeltaError(reason, f"{target}: {error.strerror}{_kept(staging)}") from error
 
 
 def _check_target(target: Path, replaceable: Replaceable | None) -> None:
@@ -146,16 +146,16 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _move(source: Path, target: Path, workshop: Path, replaceable: Replaceable | None) -> None:
-    """``source`` becomes ``target``; what was there comes to lie in the workshop, or goes."""
+def _move(source: Path, target: Path, staging: Path, replaceable: Replaceable | None) -> None:
+    """``source`` becomes ``target``; what was there comes to lie in the staging directory, or goes."""
     done = False
     while not done:
         exists = replaceable is not None and os.path.lexists(target)
         _check_target(target, replaceable)
         try:
-            done = _replace(source, target, workshop, replaceable) if exists else _place(source, target)
+            done = _replace(source, target, staging, replaceable) if exists else _place(source, target)
         except OSError as error:
-            appeared = error.errno in _APPEARED and not (workshop / "old").exists()
+            appeared = error.errno in _APPEARED and not (staging / "old").exists()
             if not (appeared and replaceable):
                 raise
 
@@ -183,7 +183,7 @@ def _place(source: Path, target: Path) -> bool:
     return True
 
 
-def _replace(source: Path, target: Path, workshop: Path, replaceable: Replaceable | None) -> bool:
+def _replace(source: Path, target: Path, staging: Path, replaceable: Replaceable | None) -> bool:
     """Put ``source`` in the place of ``target``, in one step where that can be done.
 
     False where another writer has moved ``target`` meanwhile: all is to be tried again.
@@ -197,7 +197,7 @@ def _replace(source: Path, target: Path, workshop: Path, replaceable: Replaceabl
         if error.errno not in (*_WITHOUT_FLAGS, errno.EXDEV):
             raise
     if target.is_dir():
-        return _replace_in_two_steps(source, target, workshop / "old", replaceable)
+        return _replace_in_two_steps(source, target, staging / "old", replaceable)
     source.rename(target)
     return True
 
@@ -266,14 +266,14 @@ def _is_index(entry: os.DirEntry[str]) -> bool:
 
 
 def _retire(old: Path) -> None:
-    """Give up what was replaced: the workshop may be removed again."""
+    """Give up what was replaced: the staging directory may be removed again."""
     with suppress(OSError):
         old.rename(old.with_name(f"replaced-{secrets.token_hex(4)}"))
 
 
-def _kept(workshop: Path) -> str:
-    """What a failure must say of a workshop that stays."""
-    old, new = workshop / "old", workshop / "new"
+def _kept(staging: Path) -> str:
+    """What a failure must say of a staging directory that stays."""
+    old, new = staging / "old", staging / "new"
     if not old.exists():
         return ""
     moved = any(old.iterdir())
@@ -290,23 +290,23 @@ def _rename(source: Path, target: Path, flag: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def _workshop_of(target: Path) -> Path:
+def _staging_directory_of(target: Path) -> Path:
     return target.with_name(f"{_prefix(target)}{secrets.token_hex(8)}.tmp")
 
 
 @contextmanager
-def _open_workshop(target: Path, workshop: Path) -> Iterator[None]:
-    """Make ``workshop``, locked against `_remove_leftovers`; afterwards it is removed, unless it holds ``old``."""
+def _open_staging(target: Path, staging: Path) -> Iterator[None]:
+    """Make ``staging``, locked against `_remove_leftovers`; afterwards it is removed, unless it holds ``old``."""
     _remove_leftovers(target)
-    workshop.mkdir()
-    fd = os.open(workshop, OPEN_DIRECTORY)
+    staging.mkdir()
+    fd = os.open(staging, OPEN_DIRECTORY)
     try:
         with suppress(OSError):  # some file systems have no locks
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
-        if not (workshop / "old").exists():
-            shutil.rmtree(workshop, ignore_errors=True)
+        if not (staging / "old").exists():
+            shutil.rmtree(staging, ignore_errors=True)
         os.close(fd)
 
 

@@ -33,7 +33,7 @@ from refdelta.vllm.startup import prove
 from refdelta.vllm.update.anchor import AnchorUpdate, Stated, is_checkpoint
 from refdelta.vllm.update.ledger import Ledger
 from refdelta.vllm.update.options import options_of
-from refdelta.vllm.update.ranks import Agreed, RankGroup, StepFailed, Told
+from refdelta.vllm.update.ranks import AgreedValue, RankGroup, StepFailed, StepReport
 from refdelta.vllm.update.session import Session
 from refdelta.vllm.update.updating import Update
 from refdelta.vllm.worker import wrap_worker
@@ -76,7 +76,7 @@ class DeltaUpdateInfo(WeightTransferUpdateInfo):
 
 
 @dataclass
-class Last:
+class LastUpdate:
     """What the last update did on this rank; part of `DeltaSnapshotEngine.status`."""
 
     sources: list[str]
@@ -107,14 +107,14 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         wrap_worker(DeltaSnapshotEngine)
         self.ranks = RankGroup.world()
         proved = prove(model, LoadedFiles(vllm_config, model), self.ranks)
-        self.target, self.shares, self.ledger = proved.target, proved.shares, proved.ledger
+        self.proven, self.block_digests, self.ledger = proved.proven, proved.block_digests, proved.ledger
         self.session: Session | None = None
         self._sessions = 0
         self._fence: str | None = None
         self._served = model
         self._unaudited: str | None = None
         self._cursors = (0, 0)
-        self._last: Last | None = None
+        self._last: LastUpdate | None = None
         self._error: DeltaError | None = None
         self._unopened = False
         """Whether no session was opened since the last error, which then is why there is none."""
@@ -163,7 +163,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         if self._step("settle", lambda: ledger.append(update.settle(told, self.ledger))) is None:
             return
         try:
-            self.ranks.together("write", lambda: self._write(session, update))
+            self.ranks.run_on_all_ranks("write", lambda: self._write(session, update))
         except StepFailed as failure:
             self._undo(update, failure)
             self._raise(failure)
@@ -229,7 +229,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
             "verified": self.ledger.verified,
             "unmapped": dict(self.ledger.unmapped),
             "fence": self._fence,
-            "refused": dict(self.target.refused),
+            "refused": dict(self.proven.refused),
             "session": self.session.number if self.session else None,
             "staged": self.session.staged if self.session else 0,
             "last_error": error and {"reason": error.reason.value, "detail": error.detail, "tensor": error.tensor},
@@ -239,7 +239,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
     def audit(self) -> dict[str, Any]:
         """Hold every block of this rank against its digest. A mismatch on any rank fences the engine."""
         found = self._audit()
-        elements = self.shares.elements(self._readable(self._moved()))
+        elements = self.block_digests.elements(self._readable(self._moved()))
         return {
             "rank": self.ranks.rank,
             "elements": elements,
@@ -252,12 +252,12 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         """What differs on this rank; None where some rank could not look."""
         found: dict[str, str] = {}
 
-        def look() -> Told:
+        def look() -> StepReport:
             moved = self._moved()
-            differing = self.shares.differing(self.target.attestation.live(), self._readable(moved))
+            differing = self.block_digests.differing(self.proven.attestation.live(), self._readable(moved))
             found.update({name: f"{where} changed without an update" for name, where in differing.items()})
             found.update(moved)
-            return Told(None, found)
+            return StepReport(None, found)
 
         told = self._step("audit", look)
         if told is None:
@@ -268,13 +268,15 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
 
     def _moved(self) -> dict[str, str]:
         """Runtime parameter -> why what this rank serves under its name is not what was proved."""
-        if self._served is not self.target.model:
-            return dict.fromkeys(self.target.attestation.proved, f"the worker serves another model object; {_RESTART}")
-        return {name: f"{why}; {_RESTART}" for name, why in self.target.attestation.moved().items()}
+        if self._served is not self.proven.model:
+            return dict.fromkeys(self.proven.attestation.proved, f"the worker serves another model object; {_RESTART}")
+        return {name: f"{why}; {_RESTART}" for name, why in self.proven.attestation.moved().items()}
 
     def _readable(self, moved: Mapping[str, str]) -> list[int]:
         """Blocks that an audit reads, by number."""
-        return [number for number in self.shares.auditable if self.shares.blocks[number].param not in moved]
+        return [
+            number for number in self.block_digests.auditable if self.block_digests.blocks[number].param not in moved
+        ]
 
     def _check_memory(self) -> None:
         for name, why in self._moved().items():
@@ -308,7 +310,9 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
     # --- steps ---
 
     def _open(self) -> list[int | str]:
-        self.session = Session(self._sessions, self.target, self.ledger, self.shares, self.options, fence=self._fence)
+        self.session = Session(
+            self._sessions, self.proven, self.ledger, self.block_digests, self.options, fence=self._fence
+        )
         return [self._sessions]
 
     def _opened(self) -> Session:
@@ -331,13 +335,13 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
             )
         return [session.number, session.stage(path)]
 
-    def _prepare(self) -> Told:
+    def _prepare(self) -> StepReport:
         session = self._opened()
         self._check_memory()
         update = session.prepared()
         with session.timed("prepare"):
             told = update.prepare() if update else {}
-        return Told([session.number, *session.fingerprints], told)
+        return StepReport([session.number, *session.fingerprints], told)
 
     def _write(self, session: Session, update: Update) -> None:
         with session.timed("write"):
@@ -348,26 +352,28 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
 
     def _check(self, session: Session, update: Update) -> None:
         """Hold what was touched, and a share of the rest, against the digests as they should be now."""
-        after, budget = update.shares(), self.options.audit_budget(update.changed)
-        numbers, self._cursors = after.rota(update.touched(), budget, self._cursors, whole=update.audit_whole)
+        after, budget = update.block_digests(), self.options.audit_budget(update.changed)
+        numbers, self._cursors = after.blocks_to_audit(
+            update.touched(), budget, self._cursors, whole=update.audit_whole
+        )
         session.audited = after.elements(numbers)
-        for name, where in after.differing(self.target.attestation.live(), numbers).items():
+        for name, where in after.differing(self.proven.attestation.live(), numbers).items():
             raise DeltaError(Reason.DIGEST_MISMATCH, f"{where} is not what the engine's digest says", name)
 
     def _commit(self, session: Session, update: Update, ledger: Ledger) -> None:
-        self.ledger, self.shares = ledger, update.shares()
+        self.ledger, self.block_digests = ledger, update.block_digests()
         if isinstance(update, AnchorUpdate):
             self._fence = self._unaudited = None
         self._error = None
         seconds = {phase: round(took, 6) for phase, took in session.seconds.items()}
         done = (update.changed, update.written, dict(update.dropped), session.audited)
-        self._last = Last(session.sources, *done, seconds, list(self.unproven))
+        self._last = LastUpdate(session.sources, *done, seconds, list(self.unproven))
         logger.info("refdelta: %s; %s", ledger.name, self._last)
 
-    def _step(self, name: str, action: Callable[[], Agreed | Told]) -> list[Any] | None:
+    def _step(self, name: str, action: Callable[[], AgreedValue | StepReport]) -> list[Any] | None:
         """A step on all ranks that writes nothing; what each rank told. Where it fails anywhere, the session ends."""
         try:
-            return self.ranks.together(name, action)
+            return self.ranks.run_on_all_ranks(name, action)
         except StepFailed as failure:
             self.session = None
             if failure.reason is Reason.UNATTESTED:
@@ -377,20 +383,20 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
 
     def _look_for_moved(self) -> None:
         """Fence the engine where the refusal was for memory that some rank has replaced, not for a tensor alone."""
-        told = self._step("memory", lambda: Told(None, self._moved()))
+        told = self._step("memory", lambda: StepReport(None, self._moved()))
         self._fence_off("memory", told or [])
 
     def _raise(self, failure: StepFailed) -> None:
         follows = failure.reason is Reason.NO_SESSION and self._unopened
         if not follows:  # else the error that ended the session is the one to be known
             self._error, self._unopened = failure, failure.reason is not Reason.NO_SESSION
-        if self.ranks.speaks:
+        if self.ranks.is_reporting_rank:
             raise failure
         logger.error("refdelta: %s (rank %d raises it)", failure, self.ranks.size - 1)
 
     def _undo(self, update: Update, failure: StepFailed) -> None:
         try:
-            self.ranks.together("undo", update.undo)
+            self.ranks.run_on_all_ranks("undo", update.undo)
         except StepFailed as second:
             _end_engine(f"{failure}; then {second}")
         if failure.reason is Reason.DIGEST_MISMATCH:

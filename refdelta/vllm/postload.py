@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from refdelta.vllm.proof.post_load import (
     NotAPermutation,
-    Standing,
+    PostLoadVerdict,
     Verdict,
     permutations,
     recover_permutations,
     verdicts,
 )
 
-__all__ = ["NotAPermutation", "Standing", "Verdict", "permutations", "recover_permutations", "verdicts"]
+__all__ = ["NotAPermutation", "PostLoadVerdict", "Verdict", "permutations", "recover_permutations", "verdicts"]

@@ -20,20 +20,20 @@ from refdelta.vllm.assumptions.loaded_files import LoadedFiles
 from refdelta.vllm.assumptions.versions import installed_version
 from refdelta.vllm.proof.attest import Attestation, attest, packed_layers, said, unlike
 from refdelta.vllm.proof.position_maps import PositionMap
-from refdelta.vllm.proof.post_load import Standing, recover_permutations, verdicts
+from refdelta.vllm.proof.post_load import PostLoadVerdict, recover_permutations, verdicts
 from refdelta.vllm.proof.unmapped import Unmapped, accounts, find
 from refdelta.vllm.tracing.recorder import runtime_tensors, trace_model
 from refdelta.vllm.update.block_digests import (
+    BlockDigests,
     Boxes,
-    Shares,
     boxes_by_source,
-    census,
     counted_regions,
+    elements_on_no_rank,
     header_sum,
-    held_nowhere,
+    ownership,
 )
 from refdelta.vllm.update.ledger import Ledger
-from refdelta.vllm.update.proven_layout import Target
+from refdelta.vllm.update.proven_layout import ProvenLayout
 from refdelta.vllm.update.ranks import RankGroup
 
 __all__ = ["Proved", "prove"]
@@ -48,8 +48,8 @@ logger = init_logger("vllm.refdelta")  # under vLLM's logger, so that its handle
 class Proved:
     """What an engine starts with."""
 
-    target: Target
-    shares: Shares
+    proven: ProvenLayout
+    block_digests: BlockDigests
     ledger: Ledger
 
 
@@ -60,31 +60,33 @@ def prove(model: nn.Module, files: LoadedFiles, ranks: RankGroup) -> Proved:
     experts in a way that could not be recovered, or could take no delta at all; what `LoadedFiles.served` raises.
     """
     _refuse_packed(model)
-    places = recover_permutations(model)
+    position_maps = recover_permutations(model)
     with files.served() as checkpoint:
         infos = checkpoint.infos()
         with as_loaded(model):
             layout = trace_model(model, {name: (info.shape, info.dtype) for name, info in infos.items()})
-        attestation = attest(model, layout, checkpoint, places)
+        attestation = attest(model, layout, checkpoint, position_maps)
         boxes = [json.loads(text) for text in ranks.gather(json.dumps(boxes_by_source(layout)))]
         refused = _refused_anywhere(layout, attestation, boxes, ranks)
         _refuse_useless(layout, refused, boxes)
-        _refuse_experts(attestation, places, ranks)
-        standings = verdicts(model, layout, attestation, places, packed=())
+        _refuse_experts(attestation, position_maps, ranks)
+        post_load_verdicts = verdicts(model, layout, attestation, position_maps, packed=())
         unmapped = _unmapped(layout, checkpoint, files, ranks)
-        _log(layout, attestation, standings, refused, unmapped, ranks)
-        moved = {name: place for name, place in places.items() if isinstance(place, PositionMap)}
-        target = Target(layout, attestation, refused, moved, standings, opened=files.at, unmapped=unmapped)
-        shares = Shares.of(layout, moved, census(layout, boxes, ranks.rank, refused))
-        shares = shares.with_values(shares.measured(runtime_tensors(model)))
-        return Proved(target, shares, _ledger(shares, checkpoint, unmapped, ranks))
+        _log(layout, attestation, post_load_verdicts, refused, unmapped, ranks)
+        moved = {name: place for name, place in position_maps.items() if isinstance(place, PositionMap)}
+        proven = ProvenLayout(
+            layout, attestation, refused, moved, post_load_verdicts, opened=files.at, unmapped=unmapped
+        )
+        block_digests = BlockDigests.of(layout, moved, ownership(layout, boxes, ranks.rank, refused))
+        block_digests = block_digests.with_values(block_digests.measured(runtime_tensors(model)))
+        return Proved(proven, block_digests, _ledger(block_digests, checkpoint, unmapped, ranks))
 
 
-def _ledger(shares: Shares, checkpoint: Checkpoint, unmapped: Unmapped, ranks: RankGroup) -> Ledger:
+def _ledger(block_digests: BlockDigests, checkpoint: Checkpoint, unmapped: Unmapped, ranks: RankGroup) -> Ledger:
     """The digest of every tensor: of those that the ranks count from memory, of the others from the files."""
-    sources, counted = shares.layout.sources, shares.census.counted
+    sources, counted = block_digests.layout.sources, block_digests.ownership.counted
     rest = sorted(sources.keys() - counted)
-    mine = shares.owned_sums(shares.values)
+    mine = block_digests.owned_sums(block_digests.values)
     for name in rest[ranks.rank :: ranks.size]:
         mine[name] = digest.parse(digest.tensor_digest(name, checkpoint[name]))
     layers = {name: header_sum(name, sources[name]) if name in counted else 0 for name in sources}
@@ -92,7 +94,7 @@ def _ledger(shares: Shares, checkpoint: Checkpoint, unmapped: Unmapped, ranks: R
         for name, share in json.loads(text).items():
             layers[name] = (layers[name] + int(share)) % (1 << 64)
     whole = "no rank holds the whole of it"
-    dropped = {name: shares.layout.dropped.get(name, whole) for name in rest if name not in unmapped.reasons}
+    dropped = {name: block_digests.layout.dropped.get(name, whole) for name in rest if name not in unmapped.reasons}
     return Ledger(layers, dropped, unmapped=unmapped.reasons)
 
 
@@ -119,9 +121,9 @@ def _refuse_packed(model: nn.Module) -> None:
             )
 
 
-def _refuse_experts(attestation: Attestation, places: Collection[str], ranks: RankGroup) -> None:
+def _refuse_experts(attestation: Attestation, position_maps: Collection[str], ranks: RankGroup) -> None:
     """Engines with experts are served only where every expert parameter was proved, on every rank."""
-    mine = [f"{param}: {why}" for param, why in attestation.failed.items() if param in places]
+    mine = [f"{param}: {why}" for param, why in attestation.failed.items() if param in position_maps]
     for rank, findings in enumerate(json.loads(text) for text in ranks.gather(json.dumps(mine))):
         if findings:
             raise DeltaError(
@@ -140,7 +142,7 @@ def _refused_anywhere(
     refused: dict[str, str] = {}
     for rank, other in enumerate(json.loads(text) for text in ranks.gather(json.dumps(mine))):
         refused |= {name: f"rank {rank}: {why}" for name, why in other.items()}
-    refused |= held_nowhere(layout.sources, boxes)
+    refused |= elements_on_no_rank(layout.sources, boxes)
     tied = {alias: name for alias, name in layout.aliases.items() if alias in layout.sources}
     return refused | {alias: refused[name] for alias, name in tied.items() if name in refused}
 
@@ -168,7 +170,7 @@ def _useless(layout: LayoutMap, refused: Mapping[str, str], held: Collection[str
 def _log(
     layout: LayoutMap,
     attestation: Attestation,
-    standings: Mapping[str, Standing],
+    post_load_verdicts: Mapping[str, PostLoadVerdict],
     refused: Mapping[str, str],
     unmapped: Unmapped,
     ranks: RankGroup,
@@ -186,7 +188,9 @@ def _log(
         len(unmapped.reasons),
         len(layout.aliases),
         len(attestation.unproven),
-        ", ".join(f"{count} {verdict}" for verdict, count in Counter(s.verdict for s in standings.values()).items()),
+        ", ".join(
+            f"{count} {verdict}" for verdict, count in Counter(s.verdict for s in post_load_verdicts.values()).items()
+        ),
     )
     for name, why in refused.items():
         logger.warning("refdelta: deltas that touch %s will be refused: %s", name, why)

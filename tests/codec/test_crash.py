@@ -201,26 +201,26 @@ def test_file_systems_without_exchange(tmp_path: Path, monkeypatch: pytest.Monke
 
 def left_over(tmp_path: Path, age_s: float) -> Path:
     """What a writer of ``d`` leaves that is killed just before the rename."""
-    workshop = tmp_path / ".d.0123456789abcdef.tmp"
-    workshop.mkdir()
-    write_delta(versioned(7), workshop / "new")
-    os.utime(workshop, (time.time() - age_s,) * 2)
-    return workshop
+    staging = tmp_path / ".d.0123456789abcdef.tmp"
+    staging.mkdir()
+    write_delta(versioned(7), staging / "new")
+    os.utime(staging, (time.time() - age_s,) * 2)
+    return staging
 
 
 def test_what_is_left_is_no_delta_and_no_checkpoint(tmp_path: Path) -> None:
-    workshop = left_over(tmp_path, 0)
-    assert refusal(lambda: read_delta(workshop)).reason is Reason.NOT_A_DELTA
-    assert refusal(lambda: Checkpoint(workshop)).reason is Reason.NOT_A_CHECKPOINT
+    staging = left_over(tmp_path, 0)
+    assert refusal(lambda: read_delta(staging)).reason is Reason.NOT_A_DELTA
+    assert refusal(lambda: Checkpoint(staging)).reason is Reason.NOT_A_CHECKPOINT
 
 
 def test_the_next_writer_of_the_target_removes_what_is_left_and_old(tmp_path: Path) -> None:
-    workshop = left_over(tmp_path, files.LEFTOVER_AGE_S + 10)
+    staging = left_over(tmp_path, files.LEFTOVER_AGE_S + 10)
     others = tmp_path / ".e.0123456789abcdef.tmp"
     others.mkdir()
     os.utime(others, (0, 0))
     write_delta(versioned(1), tmp_path / "d")
-    assert not workshop.exists()
+    assert not staging.exists()
     assert others.exists(), "another target's"
 
 

@@ -245,13 +245,13 @@ def test_what_cannot_be_put_back_is_kept_and_named(thing: Thing, monkeypatch: py
     without_flags(monkeypatch, errno.ENOSYS)
     failing_move(monkeypatch, thing.target, lambda source: True)
     error = refusal(thing.write)
-    (workshop,) = thing.target.parent.glob(".*.tmp")
-    assert error.detail == f"{thing.target}: Input/output error; what was there lies in {workshop}/old"
+    (staging,) = thing.target.parent.glob(".*.tmp")
+    assert error.detail == f"{thing.target}: Input/output error; what was there lies in {staging}/old"
     assert thing.look() is None
     monkeypatch.undo()
-    os.utime(workshop, (0, 0))
+    os.utime(staging, (0, 0))
     files._remove_leftovers(thing.target)
-    (workshop / "old").rename(thing.target)
+    (staging / "old").rename(thing.target)
     assert thing.look() == 1
 
 
@@ -394,7 +394,7 @@ def test_a_reader_that_holds_the_lower_one_never_sees_the_other(
 
 
 def test_wherever_emptying_ends_one_of_the_two_is_whole(tmp_path: Path) -> None:
-    """A writer that fails before one step after the other: the old at its place, or the new in the workshop."""
+    """A writer that fails before one step after the other: the old at its place, or the new in the staging directory."""
     for name, make in THINGS.items():
         left = []
         for step in range(40):
@@ -408,7 +408,7 @@ def test_wherever_emptying_ends_one_of_the_two_is_whole(tmp_path: Path) -> None:
             left.append(what_is_left(thing))
         assert step < 39
         assert left[0] == "old"
-        assert left[-1] == "new in the workshop"
+        assert left[-1] == "new in the staging directory"
         assert len(left) > 3
 
 
@@ -444,13 +444,13 @@ def what_is_left(thing: Thing) -> str:
     if thing.look() is not None:
         assert thing.look() == 1
         return "old"
-    (workshop,) = thing.target.parent.glob(".*.tmp")
-    os.utime(workshop, (0, 0))
+    (staging,) = thing.target.parent.glob(".*.tmp")
+    os.utime(staging, (0, 0))
     files._remove_leftovers(thing.target)
     shutil.rmtree(thing.target, ignore_errors=True)
-    (workshop / "new").rename(thing.target)
+    (staging / "new").rename(thing.target)
     assert thing.look() == 2
-    return "new in the workshop"
+    return "new in the staging directory"
 
 
 def test_a_failure_while_emptying_says_where_the_new_one_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,9 +464,9 @@ def test_a_failure_while_emptying_says_where_the_new_one_lies(tmp_path: Path, mo
 
     monkeypatch.setattr(os, "rmdir", late)
     error = refusal(thing.write)
-    (workshop,) = tmp_path.glob(".d.*.tmp")
-    assert error.detail.endswith(f"; what was there is gone in part, the new lies in {workshop}/new")
-    assert version_at(workshop / "new") == 2
+    (staging,) = tmp_path.glob(".d.*.tmp")
+    assert error.detail.endswith(f"; what was there is gone in part, the new lies in {staging}/new")
+    assert version_at(staging / "new") == 2
     assert (thing.target / "letter").read_text() == "dear"
 
 

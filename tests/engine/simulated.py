@@ -19,10 +19,10 @@ from refdelta.spec import Delta
 from refdelta.vllm.proof.attest import Attestation
 from refdelta.vllm.proof.memory import Memory
 from refdelta.vllm.proof.unmapped import Unmapped, accounts, find
-from refdelta.vllm.update.block_digests import Shares, boxes_by_source, census, header_sum
+from refdelta.vllm.update.block_digests import BlockDigests, boxes_by_source, header_sum, ownership
 from refdelta.vllm.update.ledger import Ledger
 from refdelta.vllm.update.options import Options
-from refdelta.vllm.update.proven_layout import Target
+from refdelta.vllm.update.proven_layout import ProvenLayout
 from refdelta.vllm.update.ranks import RankGroup
 from refdelta.vllm.update.updating import DeltaUpdate
 from tests.engine.modules import module_of
@@ -45,8 +45,8 @@ class Simulated:
 
     engine: Engine
     live: list[dict[str, Tensor]]
-    targets: list[Target]
-    shares: list[Shares]
+    targets: list[ProvenLayout]
+    block_digests: list[BlockDigests]
     ledger: Ledger
 
     @classmethod
@@ -55,16 +55,16 @@ class Simulated:
         layouts = [engine.rules(rank) for rank in range(engine.tp_size)]
         live = [held(engine, state, rank) for rank in range(engine.tp_size)]
         boxes = [boxes_by_source(layout) for layout in layouts]
-        shares = []
+        block_digests = []
         for rank, layout in enumerate(layouts):
-            empty = Shares.of(layout, {}, census(layout, boxes, rank))
-            shares.append(empty.with_values(empty.measured(live[rank])))
+            empty = BlockDigests.of(layout, {}, ownership(layout, boxes, rank))
+            block_digests.append(empty.with_values(empty.measured(live[rank])))
         told = [accounts(layout.check().unmapped, layout.dropped) for layout in layouts]
         reasons = find(layouts[0].sources, told)
         opened = partial(Checkpoint, files) if files else None
         unmapped = Unmapped(reasons, {name: _number(name, state[name]) for name in reasons}, opened)
         targets = [
-            Target(
+            ProvenLayout(
                 layout,
                 Attestation(module_of(held), {n: Memory.of(t) for n, t in held.items()}, {}),
                 {},
@@ -72,25 +72,28 @@ class Simulated:
             )
             for layout, held in zip(layouts, live, strict=True)
         ]
-        return cls(engine, live, targets, shares, _ledger(shares, state, unmapped))
+        return cls(engine, live, targets, block_digests, _ledger(block_digests, state, unmapped))
 
     def update(self, delta: Delta, *, repeated: bool = False) -> list[DeltaUpdate]:
         """Write ``delta`` on all ranks, as a session does."""
         made = [
-            DeltaUpdate.of(delta, target, shares, repeated=repeated)
-            for target, shares in zip(self.targets, self.shares, strict=True)
+            DeltaUpdate.of(delta, target, block_digests, repeated=repeated)
+            for target, block_digests in zip(self.targets, self.block_digests, strict=True)
         ]
         told = [update.prepare() for update in made]
         ledgers = [update.settle(told, self.ledger) for update in made]
         assert all(ledger == ledgers[0] for ledger in ledgers)
         for update in made:
             update.write()
-        self.ledger, self.shares = ledgers[0], [update.shares() for update in made]
+        self.ledger, self.block_digests = ledgers[0], [update.block_digests() for update in made]
         return made
 
     def measured(self) -> list[list[int]]:
         """Every rank's digests of its blocks as they are in memory."""
-        return [shares.measured(live).tolist() for shares, live in zip(self.shares, self.live, strict=True)]
+        return [
+            block_digests.measured(live).tolist()
+            for block_digests, live in zip(self.block_digests, self.live, strict=True)
+        ]
 
 
 def backend_of(simulated: Simulated, rank: int = 0) -> Any:
@@ -98,7 +101,11 @@ def backend_of(simulated: Simulated, rank: int = 0) -> Any:
     from refdelta.vllm.backend import DeltaSnapshotEngine, DeltaUpdateInfo
 
     made: Any = object.__new__(DeltaSnapshotEngine)
-    known = {"target": simulated.targets[rank], "shares": simulated.shares[rank], "ledger": simulated.ledger}
+    known = {
+        "proven": simulated.targets[rank],
+        "block_digests": simulated.block_digests[rank],
+        "ledger": simulated.ledger,
+    }
     unset = {"session": None, "_fence": None, "_unaudited": None, "_last": None, "_error": None, "_unopened": False}
     vars(made).update(known, **unset, options=Options(), ranks=RankGroup(), _sessions=0, _cursors=(0, 0), unproven=())
     made.serves(simulated.targets[rank].model)
@@ -118,12 +125,12 @@ def _number(name: str, tensor: Tensor) -> int:
     return digest.parse(digest.tensor_digest(name, tensor))
 
 
-def _ledger(shares: list[Shares], state: State, unmapped: Unmapped) -> Ledger:
-    counted = shares[0].census.counted
-    layers = {n: header_sum(n, shares[0].layout.sources[n]) for n in counted}
-    for mine in shares:
+def _ledger(block_digests: list[BlockDigests], state: State, unmapped: Unmapped) -> Ledger:
+    counted = block_digests[0].ownership.counted
+    layers = {n: header_sum(n, block_digests[0].layout.sources[n]) for n in counted}
+    for mine in block_digests:
         for name, share in mine.owned_sums(mine.values).items():
             layers[name] += share
     rest = {name: _number(name, tensor) for name, tensor in state.items() if name not in counted}
-    dropped = {name: shares[0].layout.dropped[name] for name in rest if name not in unmapped.reasons}
+    dropped = {name: block_digests[0].layout.dropped[name] for name in rest if name not in unmapped.reasons}
     return Ledger({n: v % digest._WORD for n, v in layers.items()} | rest, dropped, unmapped=unmapped.reasons)

@@ -22,8 +22,8 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
 def updates(simulated: Simulated, path: Path, turns: int) -> list[AnchorUpdate]:
     """Every rank's side, read and settled."""
     made = [
-        AnchorUpdate.read(path, target, shares, Stated("run", 3), (rank, turns))
-        for rank, (target, shares) in enumerate(zip(simulated.targets, simulated.shares, strict=True))
+        AnchorUpdate.read(path, target, block_digests, Stated("run", 3), (rank, turns))
+        for rank, (target, block_digests) in enumerate(zip(simulated.targets, simulated.block_digests, strict=True))
     ]
     told = [update.prepare() for update in made]
     ledgers = {update.settle(told, simulated.ledger).name for update in made}

@@ -13,7 +13,7 @@ from refdelta import Delta, DeltaEncoder, write_delta
 from refdelta.codec import bits
 from refdelta.spec import DeltaError, Reason
 from refdelta.vllm.update import updating as update
-from refdelta.vllm.update.block_digests import Shares
+from refdelta.vllm.update.block_digests import BlockDigests
 from tests.engine.simulated import Simulated, State, backend_of, state_of
 from tests.layout.models import QWEN3, Engine
 
@@ -78,7 +78,7 @@ FAULTS: dict[str, tuple[object, str, int]] = {
     "first write": (update, "_put", 1),
     "fifth write": (update, "_put", 5),
     "audit": (None, "_check", 1),
-    "look": (Shares, "differing", 1),
+    "look": (BlockDigests, "differing", 1),
     "settle": (update.DeltaUpdate, "settle", 1),
     "prepare": (update.DeltaUpdate, "prepare", 1),
 }
@@ -91,7 +91,7 @@ def test_a_versioned_delta_that_is_not_written_leaves_its_version_untaken(
 ) -> None:
     """Else the next attempt would be the version that the engine holds, and be skipped in silence."""
     known, held, path = rig.known(), rig.held(), rig.written(rig.second)
-    shares = rig.backend.shares
+    digests = rig.backend.block_digests
     with monkeypatch.context() as patch:
         owner, name, call = FAULTS[fault]
         owner = owner or type(rig.backend)
@@ -101,7 +101,7 @@ def test_a_versioned_delta_that_is_not_written_leaves_its_version_untaken(
             rig.update(path)
     assert caught.value.reason is Reason.RANK_FAILED
     assert rig.known() == known
-    assert rig.backend.shares is shares
+    assert rig.backend.block_digests is digests
     assert all(map(bits.equal, rig.held(), held))
     assert rig.backend.audit()["mismatched"] == {}
     rig.update(path)

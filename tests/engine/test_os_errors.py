@@ -93,5 +93,5 @@ def test_what_no_reader_has_caught(error: Exception, reason: Reason, says: str) 
         raise error
 
     with pytest.raises(StepFailed) as caught:
-        RankGroup().together("update", action)
+        RankGroup().run_on_all_ranks("update", action)
     assert (caught.value.reason, says in caught.value.detail) == (reason, True)

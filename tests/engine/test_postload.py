@@ -17,7 +17,7 @@ from refdelta.vllm.proof.attest import attest
 from refdelta.vllm.proof.forked import ChildFailed, in_child
 from refdelta.vllm.proof.position_maps import PositionMap
 from refdelta.vllm.proof.post_load import NotAPermutation, Verdict, permutations, verdicts
-from refdelta.vllm.update.proven_layout import Target
+from refdelta.vllm.update.proven_layout import ProvenLayout
 from tests.engine.test_position_map import blocks
 
 BF16 = torch.bfloat16
@@ -240,9 +240,9 @@ def test_without_a_map_a_parameter_is_refused_even_where_its_bits_agree() -> Non
 def test_verdicts() -> None:
     """One for every name, with its evidence."""
     model = Model(packed(CHECKPOINT), CHECKPOINT["p"].clone())
-    places: dict[str, PositionMap | str] = {"experts": PLACES}
-    attestation = attest(model, layout(), CHECKPOINT, places)
-    found = verdicts(model, layout(), attestation, places, packed=())
+    position_maps: dict[str, PositionMap | str] = {"experts": PLACES}
+    attestation = attest(model, layout(), CHECKPOINT, position_maps)
+    found = verdicts(model, layout(), attestation, position_maps, packed=())
     assert {name: standing.verdict for name, standing in found.items()} == {
         "experts": Verdict.PERMUTED,
         "plain": Verdict.PLAIN,
@@ -265,7 +265,7 @@ def test_routing_through_places_equals_laying_out_and_packing() -> None:
     """A patch written at routed positions, against the changed tensor packed whole; O(changed) positions."""
     model = Model(packed(CHECKPOINT), CHECKPOINT["p"].clone())
     attestation = attest(model, layout(), CHECKPOINT, {"experts": PLACES})
-    target = Target(layout(), attestation, {}, {"experts": PLACES})
+    target = ProvenLayout(layout(), attestation, {}, {"experts": PLACES})
     after = dict(CHECKPOINT)
     after["e1"] = CHECKPOINT["e1"].clone()
     indices = torch.tensor([0, 4, 7, 14], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""`RankGroup.together`: every rank learns of every failure, and nobody is left waiting."""
+"""`RankGroup.run_on_all_ranks`: every rank learns of every failure, and nobody is left waiting."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from refdelta.spec import DeltaError, Reason
-from refdelta.vllm.update.ranks import Agreed, RankGroup, StepFailed
+from refdelta.vllm.update.ranks import AgreedValue, RankGroup, StepFailed
 
 
-def run(size: int, action: Callable[[int], Agreed]) -> list[StepFailed | None]:
+def run(size: int, action: Callable[[int], AgreedValue]) -> list[StepFailed | None]:
     """What each of ``size`` ranks, in threads of their own, saw of one step."""
     barrier, texts = threading.Barrier(size, timeout=10), [""] * size
     seen: list[StepFailed | None] = [None] * size
@@ -23,7 +23,7 @@ def run(size: int, action: Callable[[int], Agreed]) -> list[StepFailed | None]:
             return list(texts)
 
         try:
-            RankGroup(rank, size, gather).together("step", lambda: action(rank))
+            RankGroup(rank, size, gather).run_on_all_ranks("step", lambda: action(rank))
         except StepFailed as failure:
             seen[rank] = failure
 
@@ -36,7 +36,7 @@ def run(size: int, action: Callable[[int], Agreed]) -> list[StepFailed | None]:
     return seen
 
 
-def raise_on(failing: set[int], error: Exception) -> Callable[[int], Agreed]:
+def raise_on(failing: set[int], error: Exception) -> Callable[[int], AgreedValue]:
     def action(rank: int) -> None:
         if rank in failing:
             raise error
@@ -72,12 +72,12 @@ def test_disagreement_is_a_failure_on_every_rank() -> None:
 
 def test_only_the_highest_rank_speaks() -> None:
     """vLLM stops reading replies at the first rank that raised."""
-    assert [RankGroup(rank, 3).speaks for rank in range(3)] == [False, False, True]
-    assert RankGroup().speaks
+    assert [RankGroup(rank, 3).is_reporting_rank for rank in range(3)] == [False, False, True]
+    assert RankGroup().is_reporting_rank
 
 
 def test_one_rank_names_no_rank() -> None:
     """At TP=1 the text is the error itself."""
     with pytest.raises(StepFailed) as caught:
-        RankGroup().together("step", lambda: raise_on({0}, DeltaError(Reason.INDEX_RANGE, "7 of 7"))(0))
+        RankGroup().run_on_all_ranks("step", lambda: raise_on({0}, DeltaError(Reason.INDEX_RANGE, "7 of 7"))(0))
     assert str(caught.value) == "refdelta[index_range]: 7 of 7"

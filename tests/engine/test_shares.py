@@ -67,8 +67,10 @@ def test_updates_roll_every_rank_to_what_its_memory_says(name: str, block: int) 
         encoder.commit(delta)
         assert simulated.ledger.digest == encoder.digest
         assert simulated.ledger.verified
-        for rank, (shares, measured) in enumerate(zip(simulated.shares, simulated.measured(), strict=True)):
-            assert shares.values.tolist() == measured
+        for rank, (block_digests, measured) in enumerate(
+            zip(simulated.block_digests, simulated.measured(), strict=True)
+        ):
+            assert block_digests.values.tolist() == measured
             wanted = held(SMALL[name], state, rank)
             assert all(
                 torch.equal(wanted[p].view(torch.int32), t.view(torch.int32)) for p, t in simulated.live[rank].items()
@@ -91,26 +93,26 @@ def test_undo_restores_every_bit(name: str) -> None:
 def test_an_audit_names_the_tensor(block: int) -> None:
     """One flipped bit of one replica."""
     simulated, _ = start("qwen3 replicated")
-    shares, live = simulated.shares[3], simulated.live[3]
-    assert shares.differing(live, shares.auditable) == {}
+    block_digests, live = simulated.block_digests[3], simulated.live[3]
+    assert block_digests.differing(live, block_digests.auditable) == {}
     live["model.layers.1.self_attn.q_norm.weight"].view(torch.int32)[5] ^= 1
-    assert list(shares.differing(live, shares.auditable)) == ["model.layers.1.self_attn.q_norm.weight"]
+    assert list(block_digests.differing(live, block_digests.auditable)) == ["model.layers.1.self_attn.q_norm.weight"]
 
 
 def test_the_rota_comes_to_every_block(block: int) -> None:
     """Within as many updates as the budget needs; touched blocks first, all of them where asked."""
     simulated, _ = start("qwen3")
-    shares, cursors, seen = simulated.shares[0], (0, 0), set[int]()
-    whole, budget = shares.elements(shares.auditable), 500
+    block_digests, cursors, seen = simulated.block_digests[0], (0, 0), set[int]()
+    whole, budget = block_digests.elements(block_digests.auditable), 500
     touched = [0, 1]
-    for _ in range(2 * (whole // budget + len(shares.blocks))):
-        numbers, cursors = shares.rota(touched, budget, cursors, whole=False)
+    for _ in range(2 * (whole // budget + len(block_digests.blocks))):
+        numbers, cursors = block_digests.blocks_to_audit(touched, budget, cursors, whole=False)
         assert numbers == sorted(set(numbers))
         seen |= set(numbers)
-    assert seen == set(shares.auditable)
-    assert shares.rota(touched, 0, (3, 4), whole=True) == (touched, (3, 4))
-    assert shares.rota(touched, 0, (3, 4), whole=False) == ([], (3, 4))
-    assert shares.rota([0], 10**9, (0, 0), whole=False)[0] == shares.auditable
+    assert seen == set(block_digests.auditable)
+    assert block_digests.blocks_to_audit(touched, 0, (3, 4), whole=True) == (touched, (3, 4))
+    assert block_digests.blocks_to_audit(touched, 0, (3, 4), whole=False) == ([], (3, 4))
+    assert block_digests.blocks_to_audit([0], 10**9, (0, 0), whole=False)[0] == block_digests.auditable
 
 
 def test_what_overlaps_is_not_counted() -> None:
@@ -119,9 +121,9 @@ def test_what_overlaps_is_not_counted() -> None:
     boxes = shares_module.boxes_by_source(layout)
     name = "model.norm.weight"
     shifted = {**boxes, name: [[1, (39,), (1,)]]}
-    assert name in shares_module.census(layout, [boxes, boxes], 0).counted
-    assert name not in shares_module.census(layout, [boxes, shifted], 0).counted
-    assert name not in shares_module.census(layout, [boxes, boxes], 0, excluded=[name]).counted
+    assert name in shares_module.ownership(layout, [boxes, boxes], 0).counted
+    assert name not in shares_module.ownership(layout, [boxes, shifted], 0).counted
+    assert name not in shares_module.ownership(layout, [boxes, boxes], 0, excluded=[name]).counted
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------

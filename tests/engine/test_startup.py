@@ -98,7 +98,7 @@ def test_files_of_another_dtype(tmp_path: Path, files: torch.dtype, engine: torc
 def test_files_of_the_engines_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     state = state_of(dict.fromkeys(SHAPES, dtype))
     found = proved(state, dtype, tmp_path / "a")
-    assert found.target.refused == {}
+    assert found.proven.refused == {}
     assert found.ledger.digest == state_digest(state)
 
 
@@ -120,8 +120,8 @@ def test_some_tensors_of_another_dtype(tmp_path: Path, backend: Any) -> None:
     state = state_of(dict.fromkeys(SHAPES, torch.bfloat16) | other)
     found = proved(state, torch.bfloat16, tmp_path / "a")
     assert found.ledger.digest == state_digest(state)
-    vars(backend).update(target=found.target, shares=found.shares, ledger=found.ledger)
-    backend.serves(found.target.model)
+    vars(backend).update(proven=found.proven, block_digests=found.block_digests, ledger=found.ledger)
+    backend.serves(found.proven.model)
     refused = backend.status()["refused"]
     assert sorted(refused) == ["embed", "k", "lm_head.weight", "q"]
     assert refused["q"] == (

@@ -124,9 +124,9 @@ def test_an_anchor_that_changes_it_is_refused(
     simulated, state = engine
     save_file(changed(state, *names), tmp_path / "anchor.safetensors")
     refused = []
-    for rank, (target, shares) in enumerate(zip(simulated.targets, simulated.shares, strict=True)):
+    for rank, (target, block_digests) in enumerate(zip(simulated.targets, simulated.block_digests, strict=True)):
         try:
-            AnchorUpdate.read(tmp_path / "anchor.safetensors", target, shares, Stated(), (rank, 2))
+            AnchorUpdate.read(tmp_path / "anchor.safetensors", target, block_digests, Stated(), (rank, 2))
         except DeltaError as error:
             refused.append((error.reason, error.tensor))
     assert refused == [(Reason.UNMAPPED, BIAS)]
@@ -137,8 +137,8 @@ def test_an_anchor_that_leaves_it_is_taken(engine: tuple[Simulated, State], tmp_
     target_state = changed(state, Q)
     save_file(target_state, tmp_path / "anchor.safetensors")
     made = [
-        AnchorUpdate.read(tmp_path / "anchor.safetensors", target, shares, Stated("run", 1), (rank, 2))
-        for rank, (target, shares) in enumerate(zip(simulated.targets, simulated.shares, strict=True))
+        AnchorUpdate.read(tmp_path / "anchor.safetensors", target, block_digests, Stated("run", 1), (rank, 2))
+        for rank, (target, block_digests) in enumerate(zip(simulated.targets, simulated.block_digests, strict=True))
     ]
     after = made[0].settle([update.prepare() for update in made], simulated.ledger)
     assert (after.digest, after.unmapped) == (state_digest(target_state), BIASES)

@@ -25,7 +25,9 @@ def started(monkeypatch: pytest.MonkeyPatch, device: str) -> Any:
     from refdelta.vllm import backend
 
     simulated = Simulated.of(engine := Engine(QWEN3), state_of(engine.rules(0), 1))
-    proved = SimpleNamespace(target=simulated.targets[0], shares=simulated.shares[0], ledger=simulated.ledger)
+    proved = SimpleNamespace(
+        proven=simulated.targets[0], block_digests=simulated.block_digests[0], ledger=simulated.ledger
+    )
     monkeypatch.setattr("refdelta.vllm.backend.wrap_worker", lambda engine_class: None)
     monkeypatch.setattr(RankGroup, "world", RankGroup)
     monkeypatch.setattr(backend, "LoadedFiles", lambda *arguments: None)

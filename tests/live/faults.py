@@ -66,14 +66,14 @@ def _after(point: str, function: Callable[..., Any]) -> Callable[..., Any]:
 _POINTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "start": (backend.DeltaSnapshotEngine, "_open", _before),
     "read": (session, "read_delta", _before),
-    "stage": (target.Target, "validate", _before),
+    "stage": (target.ProvenLayout, "validate", _before),
     "prepare": (update.DeltaUpdate, "prepare", _before),
     "settle": (update.DeltaUpdate, "settle", _before),
     "before_write": (update.DeltaUpdate, "write", _before),
     "write": (update, "_put", _before),
     "after_write": (update.DeltaUpdate, "write", _after),
     "anchor": (anchor.AnchorUpdate, "_put", _before),
-    "look": (shares.Shares, "differing", _before),
+    "look": (shares.BlockDigests, "differing", _before),
     "audit": (backend.DeltaSnapshotEngine, "_check", _before),
 }
 

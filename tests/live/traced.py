@@ -32,19 +32,19 @@ def _traced(model: Any, directory: Path) -> dict[str, object]:
     from refdelta.vllm.proof.post_load import recover_permutations, verdicts
     from refdelta.vllm.tracing.recorder import trace_model
 
-    places = recover_permutations(model)
+    position_maps = recover_permutations(model)
     with Checkpoint(directory) as checkpoint:
         infos = checkpoint.infos()
         with as_loaded(model):
             layout = trace_model(model, {name: (info.shape, info.dtype) for name, info in infos.items()})
-        attestation = attest(model, layout, checkpoint, places)
-    standings = verdicts(model, layout, attestation, places, packed_layers(model))
-    maps = {param: place for param, place in places.items() if isinstance(place, PositionMap)}
+        attestation = attest(model, layout, checkpoint, position_maps)
+    post_load_verdicts = verdicts(model, layout, attestation, position_maps, packed_layers(model))
+    maps = {param: place for param, place in position_maps.items() if isinstance(place, PositionMap)}
     return {
         "layout": layout.to_json(),
         "failed": dict(attestation.failed),
         "tables": {param: [table.tolist() for table in place.tables] for param, place in maps.items()},
-        "verdicts": {name: standing.verdict.value for name, standing in standings.items()},
+        "verdicts": {name: standing.verdict.value for name, standing in post_load_verdicts.items()},
     }
 
 

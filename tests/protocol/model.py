@@ -8,7 +8,7 @@ What each part stands for, in vLLM 0.32 and in refdelta:
 | `Engine.pause` | ``EngineCore.pause_scheduler``, which calls ``synchronize_device`` on all ranks |
 | `Native` | ``Worker.start_weight_update``, ``update_weights``, ``finish_weight_update`` (``v1/worker/gpu_worker.py``) with a backend that writes in update and raises where it fails |
 | `Refdelta.start`, ``update``, ``finish``, ``abort``, ``audit``, ``_step``, ``_raise``, ``_undo``, ``_open``, ``_stage``, ``_write`` | the methods of `refdelta.vllm.backend.DeltaSnapshotEngine` of these names (``update_from`` and so on); its steps ``prepare`` and ``settle`` are one here |
-| `Refdelta.together`, ``speaks`` | `refdelta.vllm.update.ranks.RankGroup.together`, ``speaks`` |
+| `Refdelta.run_on_all_ranks`, ``is_reporting_rank`` | `refdelta.vllm.update.ranks.RankGroup.run_on_all_ranks`, ``is_reporting_rank`` |
 | `Worker.write` | `refdelta.vllm.update.Update.write` and ``undo``, `refdelta.vllm.update.session.Session` holds what they write |
 | `Refdelta.call`, ``active`` | `refdelta.vllm.worker.wrap_worker`: the Worker's flag follows the backend's session |
 | ``EngineEnds`` | `refdelta.vllm.backend._end_engine` |
@@ -271,7 +271,7 @@ class Refdelta(Worker):
             if "no second agreement" in self.mutations:
                 self._write(staged)
             else:
-                yield from self.together("write", lambda: self._write(staged))
+                yield from self.run_on_all_ranks("write", lambda: self._write(staged))
         except Refused as failure:
             yield from self._undo(before)
             if "no second agreement" in self.mutations:
@@ -297,12 +297,12 @@ class Refdelta(Worker):
         return None
 
     @property
-    def speaks(self) -> bool:
-        """`RankGroup.speaks`."""
+    def is_reporting_rank(self) -> bool:
+        """`RankGroup.is_reporting_rank`."""
         return self.rank == (0 if "lowest rank raises" in self.mutations else RANKS - 1)
 
-    def together(self, step: str, action: Callable[[], object]) -> Generator[Report, list[Report], None]:
-        """`RankGroup.together`: everybody reports, then everybody knows."""
+    def run_on_all_ranks(self, step: str, action: Callable[[], object]) -> Generator[Report, list[Report], None]:
+        """`RankGroup.run_on_all_ranks`: everybody reports, then everybody knows."""
         agreed, error = None, None
         try:
             agreed = action()
@@ -316,7 +316,7 @@ class Refdelta(Worker):
 
     def _step(self, name: str, action: Callable[[], object]) -> Generator[Report, list[Report], bool]:
         try:
-            yield from self.together(name, action)
+            yield from self.run_on_all_ranks(name, action)
         except StepFailed as failure:
             self.change(staged=None)
             self._raise(failure)
@@ -324,7 +324,7 @@ class Refdelta(Worker):
         return True
 
     def _raise(self, failure: Refused) -> None:
-        if self.speaks:
+        if self.is_reporting_rank:
             raise failure
 
     def _undo(self, before: str) -> Generator[Report, list[Report], None]:
@@ -334,7 +334,7 @@ class Refdelta(Worker):
             self.write("undo", before)
             return
         try:
-            yield from self.together("undo", lambda: self.write("undo", before))
+            yield from self.run_on_all_ranks("undo", lambda: self.write("undo", before))
         except StepFailed as second:
             if "survives a failed undo" not in self.mutations:
                 raise EngineEnds("undo") from second

@@ -110,7 +110,7 @@ def test_every_combination_of_faults_is_tried() -> None:
             "start_weight_update update_from finish_weight_update abort_weight_update audit _step _raise _undo _open "
             "_stage _write",
         ),
-        ("refdelta.vllm.update.ranks", "together speaks"),
+        ("refdelta.vllm.update.ranks", "run_on_all_ranks is_reporting_rank"),
         ("refdelta.vllm.worker", "wrap_worker _for_this_backend"),
     ],
 )

@@ -228,7 +228,7 @@ class _Live:
 
     tensors: Mapping[str, Tensor]
     layout: LayoutMap
-    places: Mapping[str, PositionMap]
+    position_maps: Mapping[str, PositionMap]
     closed: Mapping[str, str]
     """Parameter -> why its elements cannot be read."""
     copied: Mapping[str, str]
@@ -238,13 +238,13 @@ class _Live:
     def of(cls, model: nn.Module, sources: Mapping[str, TensorInfo]) -> _Live:
         """Trace a live model; nothing in it is changed."""
         tensors = runtime_tensors(model)
-        places = _places(model)
+        position_maps = _places(model)
         with ExitStack() as stack:
             stack.enter_context(as_loaded(model))
             stack.enter_context(linears_as_loaded(model))
             layout = trace_model(model, {name: (info.shape, info.dtype) for name, info in sources.items()})
-        closed = {param: place for param, place in places.items() if isinstance(place, str)}
-        known = {param: place for param, place in places.items() if isinstance(place, PositionMap)}
+        closed = {param: place for param, place in position_maps.items() if isinstance(place, str)}
+        known = {param: place for param, place in position_maps.items() if isinstance(place, PositionMap)}
         for param, place in known.items():
             try:
                 place.unused(tensors[param].numel())
@@ -300,7 +300,7 @@ class _Live:
         tensor = self.tensors[param]
         if param in self.closed or not tensor.numel() or not tensor.is_contiguous():
             return
-        if place := self.places.get(param):
+        if place := self.position_maps.get(param):
             yield bits.gather(tensor, place.unused(tensor.numel()))
         elif tuple(tensor.shape) == self.layout.params[param].shape:
             yield from (box.view(tensor) for box in self.layout.padding.get(param, ()))
@@ -315,7 +315,7 @@ class _Live:
             )
         if tensor.dtype != dtype:
             return f"derived: it holds {tensor.dtype}, computed from {dtype}"
-        return held_box(tensor, self.layout.params[param].shape, self.places.get(param), region)
+        return held_box(tensor, self.layout.params[param].shape, self.position_maps.get(param), region)
 
     def _absent(self, name: str, info: TensorInfo) -> TensorAudit:
         reason = self.layout.dropped.get(name)

@@ -74,7 +74,7 @@ def attest(
     model: nn.Module,
     layout: LayoutMap,
     checkpoint: Mapping[str, Tensor],
-    places: Mapping[str, PositionMap | str] | None = None,
+    position_maps: Mapping[str, PositionMap | str] | None = None,
 ) -> Attestation:
     """Compare every mapped box of the live parameters and buffers with the checkpoint, bit for bit.
 
@@ -82,11 +82,11 @@ def attest(
         model: the live model of this rank.
         layout: the traced map of this rank.
         checkpoint: checkpoint tensor name -> tensor on the CPU; read one at a time.
-        places: parameter -> where its elements went after loading (what none went to must be zero), or why that cannot
+        position_maps: parameter -> where its elements went after loading (what none went to must be zero), or why that cannot
             be told. By default, and for other parameters: they stand where they were loaded.
     """
     live = {name: now for name in runtime_tensors(model) if (now := held_now(model, name)) is not None}
-    moved = {param: place for param, place in (places or {}).items() if isinstance(place, PositionMap)}
+    moved = {param: place for param, place in (position_maps or {}).items() if isinstance(place, PositionMap)}
     report = layout.check()
     failed = {name: f"{count} elements are covered by no checkpoint tensor" for name, count in report.uncovered.items()}
     failed |= {name: _GONE for name in layout.params if name not in live}
@@ -96,7 +96,7 @@ def attest(
         for source, param in report.dtype_differs
     }
     failed |= {param: f"{source} leaves the parameter" for source, param in report.out_of_bounds}
-    failed |= {param: place for param, place in (places or {}).items() if isinstance(place, str)}
+    failed |= {param: place for param, place in (position_maps or {}).items() if isinstance(place, str)}
     failed |= {param: fault for param, place in moved.items() if param in live and (fault := place.fault(live[param]))}
     look_alikes: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for source, regions in _by_source(layout).items():
@@ -171,7 +171,7 @@ def _mismatch(held: Tensor, region: Region, source: Tensor) -> str | None:
 
 
 def _fingerprint(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for equal bytes; a constant tensor gets one that it shares with itself moved about."""
+    """Equal for equal bytes; a constant tensor gets one that it block_digests with itself moved about."""
     words = bits.bit_view(tensor.contiguous()).flatten()
     if words.numel() == 0:
         return (tuple(tensor.shape), tensor.dtype)

@@ -75,7 +75,7 @@ class PositionMap:
     def repeated(self, count: int) -> PositionMap:
         """The first axis, of one or two entries, continued to ``count`` entries at the same distance.
 
-        Raises ValueError where the first axis has another number of entries, or shares its table with the next axis.
+        Raises ValueError where the first axis has another number of entries, or block_digests its table with the next axis.
         """
         leading, *others = self.tables
         if len(leading) == count:

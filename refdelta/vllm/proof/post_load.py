@@ -22,7 +22,7 @@ from refdelta.vllm.proof.forked import ChildFailed, in_child
 from refdelta.vllm.proof.position_maps import PositionMap
 from refdelta.vllm.tracing.recorder import runtime_aliases, runtime_tensors
 
-__all__ = ["NotAPermutation", "Standing", "Verdict", "permutations", "recover_permutations", "verdicts"]
+__all__ = ["NotAPermutation", "PostLoadVerdict", "Verdict", "permutations", "recover_permutations", "verdicts"]
 
 Weights = Mapping[str, Tensor]
 
@@ -44,7 +44,7 @@ def recover_permutations(model: nn.Module) -> dict[str, PositionMap | str]:
     Equal bits would not do to call one plain: constant experts look alike in any order.
     """
     known: dict[object, dict[str, PositionMap] | str] = {}
-    places: dict[str, PositionMap | str] = {}
+    position_maps: dict[str, PositionMap | str] = {}
     for module, layer in expert_layers(model).items():
         weights = loaded(layer)
         # Layers of one kind and shape are rearranged alike; where one is not, its bits will tell.
@@ -52,8 +52,8 @@ def recover_permutations(model: nn.Module) -> dict[str, PositionMap | str]:
         if key not in known:
             known[key] = _of_layer(layer, weights)
         found = known[key]
-        places |= {f"{module}.{name}": found if isinstance(found, str) else found[name] for name in weights}
-    return places
+        position_maps |= {f"{module}.{name}": found if isinstance(found, str) else found[name] for name in weights}
+    return position_maps
 
 
 def _of_layer(layer: nn.Module, weights: Weights) -> dict[str, PositionMap] | str:
@@ -139,7 +139,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class PostLoadVerdict:
     """A verdict and what it rests on."""
 
     verdict: Verdict
@@ -150,35 +150,38 @@ def verdicts(
     model: nn.Module,
     layout: LayoutMap,
     attestation: Attestation,
-    places: Mapping[str, PositionMap | str],
+    position_maps: Mapping[str, PositionMap | str],
     packed: Collection[str],
-) -> dict[str, Standing]:
+) -> dict[str, PostLoadVerdict]:
     """A verdict for every parameter and buffer of the model, under every name, and every dropped checkpoint tensor.
 
     Args:
-        places: what `recover_permutations` found.
+        position_maps: what `recover_permutations` found.
         packed: modules whose products do not read their live weight (`attest.packed_layers`).
     """
     judged = {
-        name: _standing(name, tensor, layout, attestation, places) for name, tensor in runtime_tensors(model).items()
+        name: _post_load_verdict(name, tensor, layout, attestation, position_maps)
+        for name, tensor in runtime_tensors(model).items()
     }
-    unread = Standing(Verdict.PACKED, "its product gives other than zeros for a zero weight")
+    unread = PostLoadVerdict(Verdict.PACKED, "its product gives other than zeros for a zero weight")
     return (
         {name: unread if name.rpartition(".")[0] in packed else standing for name, standing in judged.items()}
-        | {name: Standing(Verdict.ALIASED, f"of {first}") for name, first in runtime_aliases(model).items()}
-        | {name: Standing(Verdict.DROPPED, why) for name, why in layout.dropped.items()}
+        | {name: PostLoadVerdict(Verdict.ALIASED, f"of {first}") for name, first in runtime_aliases(model).items()}
+        | {name: PostLoadVerdict(Verdict.DROPPED, why) for name, why in layout.dropped.items()}
     )
 
 
-def _standing(
-    name: str, held: Tensor, layout: LayoutMap, attestation: Attestation, places: Mapping[str, PositionMap | str]
-) -> Standing:
+def _post_load_verdict(
+    name: str, held: Tensor, layout: LayoutMap, attestation: Attestation, position_maps: Mapping[str, PositionMap | str]
+) -> PostLoadVerdict:
     if (failure := attestation.failed.get(name)) is not None:
-        return Standing(Verdict.DERIVED if held.numel() else Verdict.PACKED, failure)
+        return PostLoadVerdict(Verdict.DERIVED if held.numel() else Verdict.PACKED, failure)
     if name not in layout.params:
-        return Standing(Verdict.DERIVED, "no checkpoint tensor is loaded into it")
-    place = places.get(name)
+        return PostLoadVerdict(Verdict.DERIVED, "no checkpoint tensor is loaded into it")
+    place = position_maps.get(name)
     if isinstance(place, PositionMap) and not place.is_identity:
         cost = place.table_elements
-        return Standing(Verdict.PERMUTED, f"all bits equal the checkpoint's at recovered positions ({cost} numbers)")
-    return Standing(Verdict.PLAIN, "all bits equal the checkpoint's")
+        return PostLoadVerdict(
+            Verdict.PERMUTED, f"all bits equal the checkpoint's at recovered positions ({cost} numbers)"
+        )
+    return PostLoadVerdict(Verdict.PLAIN, "all bits equal the checkpoint's")

@@ -25,9 +25,9 @@ from refdelta.files.opening import exists
 from refdelta.layout.map import Region
 from refdelta.spec import DELTA_FILE, METADATA_FILE, DeltaError, Reason
 from refdelta.vllm.proof.position_maps import positions
-from refdelta.vllm.update.block_digests import Shares, header_sum
+from refdelta.vllm.update.block_digests import BlockDigests, header_sum
 from refdelta.vllm.update.ledger import Ledger
-from refdelta.vllm.update.proven_layout import Target
+from refdelta.vllm.update.proven_layout import ProvenLayout
 
 __all__ = ["AnchorUpdate", "Stated", "is_checkpoint"]
 
@@ -55,8 +55,8 @@ class AnchorUpdate:
     """A checkpoint, of which this rank's boxes are in host memory."""
 
     audit_whole: ClassVar[bool] = True
-    target: Target
-    before: Shares
+    proven: ProvenLayout
+    before: BlockDigests
     stated: Stated
     fingerprint: str
     changed: int
@@ -72,32 +72,34 @@ class AnchorUpdate:
     _values: Tensor | None = None
 
     @classmethod
-    def read(cls, path: Path, target: Target, shares: Shares, stated: Stated, turn: tuple[int, int]) -> AnchorUpdate:
+    def read(
+        cls, path: Path, proven: ProvenLayout, block_digests: BlockDigests, stated: Stated, turn: tuple[int, int]
+    ) -> AnchorUpdate:
         """Read this rank's boxes. ``turn``: rank and ranks, which share the work on tensors that none of them counts.
 
         Raises `DeltaError`: ``unknown_tensor``, ``shape_mismatch``, ``dtype_mismatch`` naming every tensor that is not
         as in the engine's own checkpoint; ``unattested``; ``alias_conflict`` where tied tensors differ; ``unmapped``
         where it changes a tensor that the engine leaves out without a reason.
         """
-        with target.opened(path) as source:
-            check_comparable(target.layout.sources, source.infos())
-            for name, why in target.refused.items():
+        with proven.opened(path) as source:
+            check_comparable(proven.layout.sources, source.infos())
+            for name, why in proven.refused.items():
                 raise DeltaError(Reason.UNATTESTED, why, name)
-            _check_tied(source, target.layout.aliases)
-            target.unmapped.check_files(source, turn)
-            rest = sorted(source.keys() - shares.census.counted)
+            _check_tied(source, proven.layout.aliases)
+            proven.unmapped.check_files(source, turn)
+            rest = sorted(source.keys() - block_digests.ownership.counted)
             layers = {n: _number(n, source[n]) for i, n in enumerate(rest) if i % turn[1] == turn[0]}
-            held = _boxes(source, target)
-            made = cls(target, shares, stated, _fingerprint(source), source.total_elements, held, layers)
-        made.dropped = target.not_held(target.layout.sources)
+            held = _boxes(source, proven)
+            made = cls(proven, block_digests, stated, _fingerprint(source), source.total_elements, held, layers)
+        made.dropped = proven.not_held(proven.layout.sources)
         return made
 
     def prepare(self) -> dict[str, object]:
         """The digests of what was read."""
-        self.target.check_storage()
+        self.proven.check_storage()
         values = [self.before.measured_in(number, held) for number, held in self._by_region()]
         self._values = torch.cat(values) if values else self.before.values.clone()
-        after = self.shares()
+        after = self.block_digests()
         return {
             "sums": after.owned_sums(self._values),
             "replicas": after.replicas(self._values),
@@ -106,7 +108,9 @@ class AnchorUpdate:
 
     def settle(self, told: Sequence[Mapping[str, object]], ledger: Ledger) -> Ledger:
         """The ledger of the anchor's state. Raises where ranks read other files, or not the ones that were stated."""
-        layers: dict[str, int] = {n: header_sum(n, self.target.layout.sources[n]) for n in self.before.census.counted}
+        layers: dict[str, int] = {
+            n: header_sum(n, self.proven.layout.sources[n]) for n in self.before.ownership.counted
+        }
         replicas: dict[str, int] = {}
         for other in told:
             for name, share in _numbers(other["sums"]):
@@ -123,32 +127,32 @@ class AnchorUpdate:
 
     def write(self) -> None:
         """Swap every box with the engine's, and read it back; clear what padding somebody has written to."""
-        self.target.check_storage()
-        for number, region in enumerate(self.target.layout.regions):
-            live, new = self.target.attestation.tensor(region.param), self.held[number]
+        self.proven.check_storage()
+        for number, region in enumerate(self.proven.layout.regions):
+            live, new = self.proven.attestation.tensor(region.param), self.held[number]
             self.held[number] = self.before.held({region.param: live}, region).to("cpu", copy=True)
             self._done.append(number)
             self._put(live, region, new)
             self.written += region.numel
-        for name, live, places in self._padding():
-            old = bits.gather(live, places)
+        for name, live, at in self._padding():
+            old = bits.gather(live, at)
             if bits.bit_view(old).any():
-                self._cleared.append((name, places, old))
-                bits.scatter_(live, places, torch.zeros_like(old))
+                self._cleared.append((name, at, old))
+                bits.scatter_(live, at, torch.zeros_like(old))
 
     def undo(self) -> None:
         """Write the old values back, last written first."""
         while self._cleared:
-            name, places, old = self._cleared[-1]
-            bits.scatter_(self.target.attestation.tensor(name), places, old)
+            name, at, old = self._cleared[-1]
+            bits.scatter_(self.proven.attestation.tensor(name), at, old)
             self._cleared.pop()
         while self._done:
             number = self._done[-1]
-            region = self.target.layout.regions[number]
-            self._put(self.target.attestation.tensor(region.param), region, self.held[number])
+            region = self.proven.layout.regions[number]
+            self._put(self.proven.attestation.tensor(region.param), region, self.held[number])
             self._done.pop()
 
-    def shares(self) -> Shares:
+    def block_digests(self) -> BlockDigests:
         """The digests of what was read."""
         return self.before if self._values is None else self.before.with_values(self._values)
 
@@ -158,15 +162,15 @@ class AnchorUpdate:
 
     def _padding(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Each proved parameter's padding: name, tensor, and flat positions in it. A fresh load leaves zeros there."""
-        for name, live in self.target.attestation.live().items():
-            if place := self.target.places.get(name):
+        for name, live in self.proven.attestation.live().items():
+            if place := self.proven.position_maps.get(name):
                 yield name, live, place.unused(live.numel())
             else:
-                yield from ((name, live, positions(box)) for box in self.target.layout.padding.get(name, ()))
+                yield from ((name, live, positions(box)) for box in self.proven.layout.padding.get(name, ()))
 
     def _by_region(self) -> Iterator[tuple[int, Tensor]]:
         """(number, values) of every counted region; tied names hold what their partner holds."""
-        layout = self.target.layout
+        layout = self.proven.layout
         yield from enumerate(self.held)
         by_box = {(r.param, r.param_box): number for number, r in enumerate(layout.regions)}
         extra = chain.from_iterable(self.before.numbers.values())
@@ -175,7 +179,7 @@ class AnchorUpdate:
             yield number, self.held[by_box[region.param, region.param_box]]
 
     def _put(self, live: Tensor, region: Region, new: Tensor) -> None:
-        place = self.target.places.get(region.param)
+        place = self.proven.position_maps.get(region.param)
         if place is None:
             with torch.inference_mode(live.is_inference()):
                 bits.bit_view(region.param_box.view(live)).copy_(bits.bit_view(new))
@@ -185,16 +189,16 @@ class AnchorUpdate:
             raise DeltaError(Reason.WRITE_FAILED, f"{region.param}: what was written does not read back")
 
 
-def _boxes(source: Checkpoint, target: Target) -> list[Tensor]:
+def _boxes(source: Checkpoint, proven: ProvenLayout) -> list[Tensor]:
     """For each region of the layout a copy of its box; every tensor is read once."""
-    held: list[Tensor | None] = [None] * len(target.layout.regions)
+    held: list[Tensor | None] = [None] * len(proven.layout.regions)
     numbers: dict[str, list[int]] = {}
-    for number, region in enumerate(target.layout.regions):
+    for number, region in enumerate(proven.layout.regions):
         numbers.setdefault(region.source, []).append(number)
     for name, wanted in numbers.items():
         tensor = source[name].contiguous()
         for number in wanted:
-            held[number] = target.layout.regions[number].source_box.view(tensor).contiguous().clone()
+            held[number] = proven.layout.regions[number].source_box.view(tensor).contiguous().clone()
     return [box for box in held if box is not None]
 
 

@@ -25,14 +25,14 @@ from refdelta.vllm.proof.position_maps import PositionMap, positions
 __all__ = [
     "BLOCK",
     "Block",
+    "BlockDigests",
     "Boxes",
-    "Census",
-    "Shares",
+    "Ownership",
     "boxes_by_source",
-    "census",
     "counted_regions",
+    "elements_on_no_rank",
     "header_sum",
-    "held_nowhere",
+    "ownership",
 ]
 
 BLOCK: Final = 1 << 18
@@ -69,7 +69,7 @@ def _canonical(box: Box) -> Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class Ownership:
     """Which of a rank's regions it counts, and what all ranks together count."""
 
     counted: frozenset[str]
@@ -80,7 +80,7 @@ class Census:
     """For each of `counted_regions`: whether an equal box is elsewhere too, on this rank or another."""
 
 
-def census(layout: LayoutMap, by_rank: Sequence[Boxes], rank: int, excluded: Collection[str] = ()) -> Census:
+def ownership(layout: LayoutMap, by_rank: Sequence[Boxes], rank: int, excluded: Collection[str] = ()) -> Ownership:
     """Give every box to the first rank, and the first of its regions, that holds it.
 
     ``by_rank``: `boxes_by_source` of every rank. ``excluded``: checkpoint tensors that are not to be counted.
@@ -101,13 +101,13 @@ def census(layout: LayoutMap, by_rank: Sequence[Boxes], rank: int, excluded: Col
     owned, replicated, numbers = [], [], dict[str, int]()
     for region in counted_regions(layout):
         number = numbers[region.source] = numbers.get(region.source, -1) + 1
-        places = holders[region.source, _canonical(region.source_box)]
-        owned.append(region.source in counted and places[0] == (rank, number))
-        replicated.append(len(places) > 1)
-    return Census(counted, tuple(owned), tuple(replicated))
+        holding = holders[region.source, _canonical(region.source_box)]
+        owned.append(region.source in counted and holding[0] == (rank, number))
+        replicated.append(len(holding) > 1)
+    return Ownership(counted, tuple(owned), tuple(replicated))
 
 
-def held_nowhere(sources: Mapping[str, TensorInfo], by_rank: Sequence[Boxes]) -> dict[str, str]:
+def elements_on_no_rank(sources: Mapping[str, TensorInfo], by_rank: Sequence[Boxes]) -> dict[str, str]:
     """Tensors of which some elements are on no rank although others are: a delta could be lost there in silence."""
     found: dict[str, str] = {}
     for name, info in sources.items():
@@ -142,12 +142,12 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Shares:
+class BlockDigests:
     """The blocks of a rank and their digests, which an update replaces and never changes, so that it can be undone."""
 
     layout: LayoutMap
-    places: Mapping[str, PositionMap]
-    census: Census
+    position_maps: Mapping[str, PositionMap]
+    ownership: Ownership
     blocks: tuple[Block, ...]
     first: tuple[int, ...]
     """For each region the number of its first block; one more at the end."""
@@ -159,7 +159,7 @@ class Shares:
     """Checkpoint tensor -> its regions, by number."""
 
     @classmethod
-    def of(cls, layout: LayoutMap, places: Mapping[str, PositionMap], found: Census) -> Shares:
+    def of(cls, layout: LayoutMap, position_maps: Mapping[str, PositionMap], found: Ownership) -> BlockDigests:
         """The blocks of a rank, without digests yet."""
         blocks: list[Block] = []
         first, rows, numbers = [0], [], dict[str, list[int]]()
@@ -169,7 +169,7 @@ class Shares:
             first.append(len(blocks))
             rows.append(step)
             numbers.setdefault(region.source, []).append(number)
-        return cls(layout, places, found, tuple(blocks), tuple(first), tuple(rows), numbers=numbers)
+        return cls(layout, position_maps, found, tuple(blocks), tuple(first), tuple(rows), numbers=numbers)
 
     def block_of(self, number: int, indices: Tensor) -> Tensor:
         """[n] int64: the blocks of positions ([n] I64 in the checkpoint tensor) that lie in region ``number``."""
@@ -186,7 +186,7 @@ class Shares:
         Blocks of tensors that are not counted get 0.
         """
         chosen = self.blocks if numbers is None else [self.blocks[number] for number in numbers]
-        counted = self.census.counted
+        counted = self.ownership.counted
         found = [self._digest(b, self.held(live, b)) if b.source in counted else 0 for b in chosen]
         return torch.tensor(found, dtype=torch.int64)
 
@@ -200,7 +200,7 @@ class Shares:
 
     def held(self, live: Mapping[str, Tensor], block: Block | Region) -> Tensor:
         """The elements of a block or a region, in the shape of its box; a view of the live tensor where it can be."""
-        tensor, place = live[block.param], self.places.get(block.param)
+        tensor, place = live[block.param], self.position_maps.get(block.param)
         if place is None:
             return block.param_box.view(tensor)
         return bits.gather(tensor, place(positions(block.param_box))).view(block.param_box.shape)
@@ -208,13 +208,13 @@ class Shares:
     @property
     def auditable(self) -> list[int]:
         """Blocks whose digest is known, by number."""
-        return [number for number, block in enumerate(self.blocks) if block.source in self.census.counted]
+        return [number for number, block in enumerate(self.blocks) if block.source in self.ownership.counted]
 
     def owned_sums(self, values: Tensor) -> dict[str, int]:
         """Checkpoint tensor -> the sum modulo 2^64 of the blocks that this rank counts, from ``values`` ([blocks])."""
         sums: dict[str, int] = {}
         for number, region in enumerate(self._regions):
-            if self.census.owned[number]:
+            if self.ownership.owned[number]:
                 total = int(values[self.first[number] : self.first[number + 1]].sum())
                 sums[region.source] = (sums.get(region.source, 0) + total) % (1 << 64)
         return sums
@@ -223,13 +223,13 @@ class Shares:
         """Box of a checkpoint tensor that is held more than once -> its sum, which all holders must have alike."""
         found: dict[str, int] = {}
         for number, region in enumerate(self._regions):
-            if self.census.replicated[number]:
+            if self.ownership.replicated[number]:
                 box = _canonical(region.source_box)
                 total = int(values[self.first[number] : self.first[number + 1]].sum()) % (1 << 64)
                 found[f"{region.source} {box.offset} {box.shape} {box.strides}"] = total
         return found
 
-    def with_values(self, values: Tensor) -> Shares:
+    def with_values(self, values: Tensor) -> BlockDigests:
         """The same blocks with other digests."""
         return replace(self, values=values)
 
@@ -242,7 +242,7 @@ class Shares:
             found.setdefault(block.source, f"{block.param}, rows {block.rows[0]} to {block.rows[1] - 1} of a region")
         return found
 
-    def rota(
+    def blocks_to_audit(
         self, touched: Sequence[int], budget: int, cursors: tuple[int, int], *, whole: bool
     ) -> tuple[list[int], tuple[int, int]]:
         """Which blocks an update audits, and where the next one goes on.

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from refdelta.codec import bits
 from refdelta.spec import Delta, DeltaError, Reason, TensorPatch
-from refdelta.vllm.update.block_digests import Shares
-from refdelta.vllm.update.proven_layout import Target
+from refdelta.vllm.update.block_digests import BlockDigests
+from refdelta.vllm.update.proven_layout import ProvenLayout
 from refdelta.vllm.update.updating import DeltaUpdate
 
 __all__ = ["LoadedUpdate", "update_of"]
@@ -34,13 +34,13 @@ class LoadedUpdate(DeltaUpdate):
 
     def write(self) -> None:
         """Copy what may be touched, load, and read back every changed element; blocks are audited by the caller."""
-        self.target.check_storage()
+        self.proven.check_storage()
         written = [piece for piece in self.pieces if self._is_written(piece)]
         for param in sorted({piece.param for piece in written}):
             self._copies[param] = self._tensor(param).clone()
         if written:
             with torch.inference_mode(self._tensor(written[0].param).is_inference()):
-                self.load(self, self.target.model)
+                self.load(self, self.proven.model)
         for piece in written:
             if not bits.equal(self._held(piece), piece.values):
                 raise DeltaError(
@@ -67,37 +67,39 @@ class LoadedUpdate(DeltaUpdate):
     @property
     def loadable(self) -> list[TensorPatch]:
         """What the loader is given: tied names under their first, nothing that the engine drops."""
-        layout = self.target.layout
-        others = {*layout.aliases, *layout.dropped, *self.target.unmapped.reasons}
+        layout = self.proven.layout
+        others = {*layout.aliases, *layout.dropped, *self.proven.unmapped.reasons}
         return [patch for patch in self.delta.patches if patch.changed and patch.name not in others]
 
     def whole(self, patch: TensorPatch) -> Tensor:
         """The patched tensor, of which only what this rank holds is right; the rest is zero."""
         full = torch.zeros(patch.shape, dtype=patch.dtype)
-        for region in self.target.layout.regions_of(patch.name):
+        for region in self.proven.layout.regions_of(patch.name):
             held = self.before.held({region.param: self._tensor(region.param)}, region)
             bits.bit_view(region.source_box.view(full)).copy_(bits.bit_view(held))
         bits.scatter_(full, patch.indices.cpu(), patch.values.cpu())
         return full
 
 
-def update_of(mode: str, delta: Delta, target: Target, shares: Shares, *, repeated: bool) -> DeltaUpdate:
+def update_of(
+    mode: str, delta: Delta, proven: ProvenLayout, block_digests: BlockDigests, *, repeated: bool
+) -> DeltaUpdate:
     """The update that ``mode`` makes of ``delta``. Raises `DeltaError` (``bad_option``) where it cannot carry it."""
     if mode == "in_place":
-        return DeltaUpdate.of(delta, target, shares, repeated=repeated)
+        return DeltaUpdate.of(delta, proven, block_digests, repeated=repeated)
     load, limits = _MODES[mode]
-    found = LoadedUpdate.of(delta, target, shares, repeated=repeated)
+    found = LoadedUpdate.of(delta, proven, block_digests, repeated=repeated)
     found.load = load
     for patch in delta.patches:
         if why := limits(patch):
             raise DeltaError(Reason.BAD_OPTION, f"mode={mode} cannot write it: {why}", patch.name)
-    if moved := sorted({piece.param for piece in found.pieces} & _rearranged(target)):
+    if moved := sorted({piece.param for piece in found.pieces} & _rearranged(proven)):
         raise DeltaError(Reason.BAD_OPTION, f"mode={mode} cannot write {moved[0]}, which vLLM rearranges after loading")
     return found
 
 
-def _rearranged(target: Target) -> set[str]:
-    return {param for param, place in target.places.items() if not place.is_identity}
+def _rearranged(proven: ProvenLayout) -> set[str]:
+    return {param for param, place in proven.position_maps.items() if not place.is_identity}
 
 
 def _native(update: LoadedUpdate, model: nn.Module) -> None:

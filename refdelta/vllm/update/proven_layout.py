@@ -14,10 +14,10 @@ from refdelta.layout.map import LayoutMap, Region
 from refdelta.spec import Delta, DeltaError, Reason, TensorPatch
 from refdelta.vllm.proof.attest import Attestation
 from refdelta.vllm.proof.position_maps import PositionMap
-from refdelta.vllm.proof.post_load import Standing
+from refdelta.vllm.proof.post_load import PostLoadVerdict
 from refdelta.vllm.proof.unmapped import Unmapped
 
-__all__ = ["Piece", "Target"]
+__all__ = ["Piece", "ProvenLayout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Piece:
     """What of a patch lies in one region of this rank."""
 
     region: int
-    """Number of the region, as `Shares` counts them."""
+    """Number of the region, as `BlockDigests` counts them."""
     positions: Tensor
     """[n] I64: positions in the checkpoint tensor."""
     param: str
@@ -43,9 +43,9 @@ class Target:
     attestation: Attestation
     refused: Mapping[str, str]
     """Checkpoint tensor -> why no delta may touch it, on any rank."""
-    places: Mapping[str, PositionMap] = field(default_factory=dict)
+    position_maps: Mapping[str, PositionMap] = field(default_factory=dict)
     """Parameter -> where the elements went that were loaded into it, of those that the engine rearranged."""
-    standings: Mapping[str, Standing] = field(default_factory=dict)
+    post_load_verdicts: Mapping[str, PostLoadVerdict] = field(default_factory=dict)
     """Runtime name, or dropped checkpoint tensor -> what became of it after loading."""
     opened: Callable[[Path], Checkpoint] = Checkpoint
     """Opens an anchor."""
@@ -91,7 +91,7 @@ class Target:
             low, high = (int(i) for i in torch.searchsorted(positions, span))
             chosen, targets = region.translate(positions[low:high])
             if len(chosen):
-                place = self.places.get(region.param)
+                place = self.position_maps.get(region.param)
                 indices = place(targets) if place else targets
                 chosen = chosen + low
                 found.append(Piece(number, positions[chosen], region.param, indices, patch.values[chosen]))

@@ -1,7 +1,7 @@
 """Agreement between the ranks of one engine: everybody learns how a step went everywhere, before anybody raises.
 
 vLLM's RPC channel stops reading replies at the first rank that raised and leaves the later ranks' replies queued, so
-that every later call would return a previous answer. Only the highest rank may raise (`RankGroup.together`).
+that every later call would return a previous answer. Only the highest rank may raise (`RankGroup.run_on_all_ranks`).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any, TypeAlias
 from refdelta.files.opening import refusal
 from refdelta.spec import DeltaError, Reason
 
-__all__ = ["Agreed", "RankGroup", "StepFailed", "Told"]
+__all__ = ["AgreedValue", "RankGroup", "StepFailed", "StepReport"]
 
-Agreed: TypeAlias = list[int | str] | None
+AgreedValue: TypeAlias = list[int | str] | None
 """What a step did, for all ranks to have done alike; a type that JSON carries, so that a report cannot fail."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StepReport:
     """What a step did, and besides what this rank tells the others of itself; both of types that JSON carries."""
 
-    agreed: Agreed
+    agreed: AgreedValue
     told: Any
 
 
@@ -58,22 +58,24 @@ class RankGroup:
         return cls(world.rank_in_group, world.world_size, gather)
 
     @property
-    def speaks(self) -> bool:
+    def is_reporting_rank(self) -> bool:
         """Whether this is the one rank that raises for all."""
         return self.rank == self.size - 1
 
-    def together(self, step: str, action: Callable[[], Agreed | Told]) -> list[Any]:
+    def run_on_all_ranks(self, step: str, action: Callable[[], AgreedValue | StepReport]) -> list[Any]:
         """Run ``action`` here and learn how it went on every rank; returns what each rank told, in rank order.
 
         ``action`` may return what all ranks must agree on, with or without something to tell.
 
         Raises `StepFailed` on every rank alike: the first failing rank's error, or ``rank_disagreement``. Callers let
-        it reach vLLM on the rank that `speaks` only.
+        it reach vLLM on the reporting rank (`is_reporting_rank`) only.
         """
         report: dict[str, object] = {"step": step, "agreed": None, "told": None, "error": None}
         try:
             done = action()
-            report["agreed"], report["told"] = (done.agreed, done.told) if isinstance(done, Told) else (done, None)
+            report["agreed"], report["told"] = (
+                (done.agreed, done.told) if isinstance(done, StepReport) else (done, None)
+            )
         except Exception as error:  # any failure here must become every rank's knowledge, whatever it is
             report["error"] = _described(error)
         reports = [json.loads(text) for text in self.gather(json.dumps(report))]

@@ -16,11 +16,11 @@ from refdelta.codec.composition import compose, join
 from refdelta.files.reading import read_delta
 from refdelta.spec import Delta, DeltaError, Reason
 from refdelta.vllm.update.anchor import AnchorUpdate, Stated
-from refdelta.vllm.update.block_digests import Shares
+from refdelta.vllm.update.block_digests import BlockDigests
 from refdelta.vllm.update.ledger import Ledger
 from refdelta.vllm.update.modes import update_of
 from refdelta.vllm.update.options import Options
-from refdelta.vllm.update.proven_layout import Target
+from refdelta.vllm.update.proven_layout import ProvenLayout
 from refdelta.vllm.update.updating import Update
 
 __all__ = ["Session"]
@@ -31,9 +31,9 @@ class Session:
     """An open update: deltas staged one after the other, or an anchor alone."""
 
     number: int
-    target: Target
+    proven: ProvenLayout
     ledger: Ledger
-    shares: Shares
+    block_digests: BlockDigests
     options: Options
     """As overridden by the updates of this session."""
     fence: str | None = None
@@ -70,7 +70,7 @@ class Session:
         with self.timed("stage"):
             if not self.deltas and not self.ledger.holds(delta.lineage):
                 self.ledger.check_base(delta.lineage, self.options)
-            self.target.validate(delta, whole=False)
+            self.proven.validate(delta, whole=False)
             self.deltas.append(delta)
             self.fingerprints.append(fingerprint)
             self.update = None
@@ -83,7 +83,7 @@ class Session:
         if self.fingerprints:
             raise DeltaError(Reason.BAD_OPTION, "an anchor comes alone; something is staged in this session already")
         with self.timed("read"):
-            self.update = AnchorUpdate.read(path, self.target, self.shares, stated, turn)
+            self.update = AnchorUpdate.read(path, self.proven, self.block_digests, stated, turn)
         self.fingerprints.append(self.update.fingerprint)
         return self.update.fingerprint
 
@@ -101,7 +101,7 @@ class Session:
             self.ledger.check_base(delta.lineage, self.options)
         if repeated and self.options.repeat == "skip":
             delta = Delta((), delta.total_elements, delta.lineage)
-        return update_of(self.options.mode, delta, self.target, self.shares, repeated=repeated)
+        return update_of(self.options.mode, delta, self.proven, self.block_digests, repeated=repeated)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

@@ -13,9 +13,9 @@ from refdelta.codec import bits
 from refdelta.codec import digests as digest
 from refdelta.layout.map import Region
 from refdelta.spec import Delta, DeltaError, Reason, TensorPatch
-from refdelta.vllm.update.block_digests import Shares
+from refdelta.vllm.update.block_digests import BlockDigests
 from refdelta.vllm.update.ledger import Account, Ledger
-from refdelta.vllm.update.proven_layout import Piece, Target
+from refdelta.vllm.update.proven_layout import Piece, ProvenLayout
 
 __all__ = ["DeltaUpdate", "Update"]
 
@@ -52,7 +52,7 @@ class Update(Protocol):
     def undo(self) -> None:
         """Write the old values back. Raises where that fails."""
 
-    def shares(self) -> Shares:
+    def block_digests(self) -> BlockDigests:
         """This rank's digests after the update."""
 
     def touched(self) -> list[int]:
@@ -65,8 +65,8 @@ class DeltaUpdate:
 
     audit_whole: ClassVar[bool] = False
     delta: Delta
-    target: Target
-    before: Shares
+    proven: ProvenLayout
+    before: BlockDigests
     repeated: bool
     pieces: list[Piece]
     changed: int = 0
@@ -77,17 +77,17 @@ class DeltaUpdate:
     _touched: Tensor | None = None
 
     @classmethod
-    def of(cls, delta: Delta, target: Target, shares: Shares, *, repeated: bool) -> Self:
+    def of(cls, delta: Delta, proven: ProvenLayout, block_digests: BlockDigests, *, repeated: bool) -> Self:
         """Validate against the engine and route. Raises `DeltaError`."""
-        target.validate(delta)
-        pieces = [piece for patch in delta.patches for piece in _route(target, shares, patch)]
-        made = cls(delta, target, shares, repeated, pieces, changed=delta.changed_elements)
-        made.dropped = target.not_held(patch.name for patch in delta.patches)
+        proven.validate(delta)
+        pieces = [piece for patch in delta.patches for piece in _route(proven, block_digests, patch)]
+        made = cls(delta, proven, block_digests, repeated, pieces, changed=delta.changed_elements)
+        made.dropped = proven.not_held(patch.name for patch in delta.patches)
         return made
 
     def prepare(self) -> dict[str, object]:
         """Roll this rank's digests: gather the old values, and count what the rank counts."""
-        self.target.check_storage()
+        self.proven.check_storage()
         rolled, touched = self.before.values.clone(), torch.zeros(len(self.before.blocks), dtype=torch.bool)
         elements, sums = dict[str, int](), dict[str, int]()
         for piece in self.pieces:
@@ -96,7 +96,7 @@ class DeltaUpdate:
             blocks = self.before.block_of(piece.region, piece.positions).cpu()
             rolled.index_add_(0, blocks, diff.cpu())
             touched[blocks] = True
-            if self.before.census.owned[piece.region]:
+            if self.before.ownership.owned[piece.region]:
                 elements[region.source] = elements.get(region.source, 0) + len(diff)
                 sums[region.source] = (sums.get(region.source, 0) + int(diff.sum())) % _WORD
         self._rolled, self._touched = rolled, touched
@@ -109,7 +109,7 @@ class DeltaUpdate:
 
     def write(self) -> None:
         """Write every value in place, keep the old ones, and read back what was written."""
-        self.target.check_storage()
+        self.proven.check_storage()
         for piece in self.pieces:
             if self._is_written(piece):
                 self._old.append((piece, self._held(piece)))
@@ -123,7 +123,7 @@ class DeltaUpdate:
             _put(self._tensor(piece.param), Piece(piece.region, piece.positions, piece.param, piece.indices, old))
             self._old.pop()
 
-    def shares(self) -> Shares:
+    def block_digests(self) -> BlockDigests:
         """The rolled digests."""
         return self.before if self._rolled is None else self.before.with_values(self._rolled)
 
@@ -132,24 +132,24 @@ class DeltaUpdate:
         return [] if self._touched is None else [int(number) for number in self._touched.nonzero().flatten()]
 
     def _terms(self, region: Region, piece: Piece, values: Tensor) -> Tensor:
-        info = self.target.layout.sources[region.source]
+        info = self.proven.layout.sources[region.source]
         return digest.terms_at(region.source, info.dtype, info.shape, piece.positions, values)
 
     def _is_written(self, piece: Piece) -> bool:
         """Of a tied tensor that the files hold under two names, the one of the layout is written."""
-        return piece.region < len(self.target.layout.regions)
+        return piece.region < len(self.proven.layout.regions)
 
     def _held(self, piece: Piece) -> Tensor:
         return bits.gather(self._tensor(piece.param), piece.indices)
 
     def _tensor(self, param: str) -> Tensor:
-        return self.target.attestation.tensor(param)
+        return self.proven.attestation.tensor(param)
 
 
-def _route(target: Target, shares: Shares, patch: TensorPatch) -> list[Piece]:
-    numbers = shares.numbers.get(patch.name, ())
-    found = target.route(patch, numbers, [shares.region(number) for number in numbers])
-    return [_placed(target.attestation.proved[piece.param].device, piece) for piece in found]
+def _route(proven: ProvenLayout, block_digests: BlockDigests, patch: TensorPatch) -> list[Piece]:
+    numbers = block_digests.numbers.get(patch.name, ())
+    found = proven.route(patch, numbers, [block_digests.region(number) for number in numbers])
+    return [_placed(proven.attestation.proved[piece.param].device, piece) for piece in found]
 
 
 def _placed(device: torch.device, piece: Piece) -> Piece:
