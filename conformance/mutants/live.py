@@ -29,7 +29,7 @@ from refdelta.vllm.update.block_digests import BlockDigests
 from refdelta.vllm.update.ledger import Account, Ledger
 from refdelta.vllm.update.options import Options
 from refdelta.vllm.update.proven_layout import Piece, ProvenLayout
-from refdelta.vllm.update.ranks import RankGroup
+from refdelta.vllm.update.ranks import RankGroup, StepFailed
 from refdelta.vllm.update.updating import DeltaUpdate
 
 QWEN, QWEN_TP2, GEMMA, MOE, TIED = (
@@ -567,11 +567,12 @@ def version_moves_on_failure(patch: pytest.MonkeyPatch) -> None:
         deltas = self.session.deltas if self.session else []
         try:
             return step(self, name, action)
-        finally:
-            refused = name == "settle" and self.session is None
-            lineage = deltas[-1].lineage if deltas and refused else None
+        except StepFailed:
+            lineage = deltas[-1].lineage if deltas and name == "settle" else None
             if lineage is not None:
-                self.ledger = replace(self.ledger, run_id=lineage.run_id, version=lineage.version)
+                state = self.state
+                state.ledger = replace(state.ledger, run_id=lineage.run_id, version=lineage.version)
+            raise
 
     patch.setattr(DeltaSnapshotEngine, "_step", moving)
 

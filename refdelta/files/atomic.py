@@ -1,14 +1,14 @@
 """Files and directories that are written whole or not at all.
 
-What is written comes to be in a staging directory, a hidden sibling ``.NAME.<hex>.tmp`` of the target, is synced there and moved
-into place in one step. A writer that is killed leaves its staging directory behind. It is no delta and no checkpoint (what it
-holds lies one level deeper), may be removed at any time, and the next writer of the same target removes it once it has
-lain there for `LEFTOVER_AGE_S`.
+Everything is first written into a staging directory: a hidden sibling ``.NAME.<hex>.tmp`` of the target. It is synced
+there and then moved into place in one step. A writer that is killed leaves its staging directory behind. That is neither
+a delta nor a checkpoint, because its contents lie one level deeper. It may be removed at any time, and the next writer
+of the same target removes it once it is older than `LEFTOVER_AGE_S`.
 
 Not every file system has every operation; docs/SPEC.md (section 2) says what is promised without it. Where two
-directories cannot be exchanged, the former target is moved to the staging directory's ``old``, or, where it cannot be moved
-either, emptied. A staging directory that holds ``old`` is never removed: what was at the target lies there, or the only whole
-thing is its ``new``.
+directories cannot be exchanged, the former target is moved to ``old`` in the staging directory. Where it cannot be
+moved either, it is emptied. A staging directory that holds ``old`` is never removed: ``old`` is what was at the target, or
+``new`` beside it is the only whole copy.
 """
 
 from __future__ import annotations

@@ -87,6 +87,31 @@ class Region:
         return merged
 
 
+def destinations(indices: Tensor, regions: Sequence[Region]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Where changed elements of one checkpoint tensor go, region by region, in O(changed).
+
+    This is the only router. `LayoutMap.route` is made of it, which the suite's check ``routes`` proves, and so is the
+    backend's `ProvenLayout.route`, which a live engine runs.
+
+    Args:
+        indices: [n] I32 or I64, ascending: positions in the checkpoint tensor.
+        regions: regions of that tensor.
+
+    Yields, for each region that holds some of the elements: its number in ``regions``, an I64 selection into
+    ``indices``, and for each selected element its I64 position in the region's parameter.
+    """
+    positions = indices.to(torch.int64)
+    for number, region in enumerate(regions):
+        if not region.numel or not positions.numel():
+            continue
+        # Positions are sorted, so a region costs what lies within its span, not the whole patch.
+        span = torch.tensor([region.source_box.offset, region.source_box.last + 1], device=positions.device)
+        low, high = (int(i) for i in torch.searchsorted(positions, span))
+        chosen, at = region.translate(positions[low:high])
+        if chosen.numel():
+            yield number, chosen + low, at
+
+
 @dataclass(frozen=True, slots=True)
 class RoutedPatch:
     """Where a patch's elements go in one runtime parameter: I64 positions in its logical shape, and their values."""
@@ -173,7 +198,10 @@ class LayoutMap:
         """
         self.check_patch(patch)
         regions = self.regions_of(patch.name)
-        return list(_routed(patch, regions))
+        return [
+            RoutedPatch(regions[number].param, at, patch.values[chosen])
+            for number, chosen, at in destinations(patch.indices, regions)
+        ]
 
     def check_patch(self, patch: TensorPatch) -> None:
         """Raise what `route` raises for a patch that has no place here, or another shape or dtype."""
@@ -301,19 +329,6 @@ def _same_change(a: TensorPatch, b: TensorPatch) -> bool:
         and torch.equal(a.indices.to(torch.int64), b.indices.to(torch.int64))
         and bits.equal(a.values, b.values)
     )
-
-
-def _routed(patch: TensorPatch, regions: Sequence[Region]) -> Iterator[RoutedPatch]:
-    indices = patch.indices.to(torch.int64)
-    for region in regions:
-        if not region.numel or not indices.numel():
-            continue
-        # Positions are sorted, so a region costs what lies within its span, not the whole patch.
-        span = torch.tensor([region.source_box.offset, region.source_box.last + 1], device=indices.device)
-        low, high = (int(i) for i in torch.searchsorted(indices, span))
-        chosen, target = region.translate(indices[low:high])
-        if chosen.numel():
-            yield RoutedPatch(region.param, target, patch.values[low:high][chosen])
 
 
 def _info_json(info: TensorInfo) -> list[object]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +31,8 @@ from refdelta.vllm.assumptions import versions
 from refdelta.vllm.assumptions.allowlist import check_engine
 from refdelta.vllm.assumptions.loaded_files import LoadedFiles
 from refdelta.vllm.startup import prove
-from refdelta.vllm.update.anchor import AnchorUpdate, Stated, is_checkpoint
+from refdelta.vllm.update.anchor import Stated, is_checkpoint
+from refdelta.vllm.update.engine_state import LastUpdate
 from refdelta.vllm.update.ledger import Ledger
 from refdelta.vllm.update.options import options_of
 from refdelta.vllm.update.ranks import AgreedValue, RankGroup, StepFailed, StepReport
@@ -43,7 +45,6 @@ __all__ = ["DeltaInitInfo", "DeltaSnapshotEngine", "DeltaUpdateInfo"]
 logger = init_logger("vllm.refdelta")  # under vLLM's logger, so that its handlers show it
 
 _UNPROVEN = "refdelta: unproven: %s: no live test ever ran on such an engine; what is checked elsewhere is checked here"
-_RESTART = "nothing is known of what reads it: restart the engine"
 
 
 @dataclass
@@ -75,21 +76,6 @@ class DeltaUpdateInfo(WeightTransferUpdateInfo):
             raise ValueError("run_id and version come together")
 
 
-@dataclass
-class LastUpdate:
-    """What the last update did on this rank; part of `DeltaSnapshotEngine.status`."""
-
-    sources: list[str]
-    """What was staged in it, in the client's words: how a client knows that it was its own."""
-    changed: int
-    written: int
-    dropped: dict[str, str]
-    audited: int
-    seconds: dict[str, float]
-    unproven: list[str]
-    """See `DeltaSnapshotEngine.status`."""
-
-
 class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
     """One rank's side of the backend. Construction proves the engine or refuses it (see `refdelta.vllm.startup`)."""
 
@@ -106,20 +92,14 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         self.options = options_of(vllm_config.additional_config)
         wrap_worker(DeltaSnapshotEngine)
         self.ranks = RankGroup.world()
-        proved = prove(model, LoadedFiles(vllm_config, model), self.ranks)
-        self.proven, self.block_digests, self.ledger = proved.proven, proved.block_digests, proved.ledger
+        self.state = prove(model, LoadedFiles(vllm_config, model), self.ranks)
         self.session: Session | None = None
         self._sessions = 0
-        self._fence: str | None = None
-        self._served = model
-        self._unaudited: str | None = None
-        self._cursors = (0, 0)
-        self._last: LastUpdate | None = None
         self._error: DeltaError | None = None
         self._unopened = False
         """Whether no session was opened since the last error, which then is why there is none."""
 
-    # --- the session, each step on all ranks together ---
+    # --- the session: each call on all ranks together ---
 
     @property
     def is_open(self) -> bool:
@@ -132,14 +112,16 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
             logger.warning("refdelta: dropping update session %d, which was never finished", self.session.number)
         self._sessions += 1
         self.session = None
-        if self._unaudited is not None and self._audit() is None:
-            return  # the rank that speaks has raised
-        if self._step("start", self._open) is not None:
+        with self._one_rank_raises():
+            if self.state.unaudited is not None:
+                self._audit()
+            self._step("start", self._open)
             self._unopened = False
 
     def update_from(self, update_info: Any, rank: int) -> None:
         """Stage one delta or anchor. ``update_info`` is a mapping, or a list of them by global rank."""
-        self._step("update", lambda: self._stage(_of_rank(update_info, rank)))
+        with self._one_rank_raises():
+            self._step("update", lambda: self._stage(_of_rank(update_info, rank)))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Stage one delta; vLLM's entry point where the Worker is not wrapped."""
@@ -151,35 +133,16 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """Write what was staged, on every rank or on none, and close the session."""
-        told = self._step("prepare", self._prepare)
-        session = self.session
-        if told is None or session is None:
-            return  # the rank that speaks has raised
-        update = session.update
-        if update is None:
-            self.session = None
-            return  # nothing was staged
-        ledger: list[Ledger] = []
-        if self._step("settle", lambda: ledger.append(update.settle(told, self.ledger))) is None:
-            return
-        try:
-            self.ranks.run_on_all_ranks("write", lambda: self._write(session, update))
-        except StepFailed as failure:
-            self._undo(update, failure)
-            self._raise(failure)
-        else:
-            self._commit(session, update, ledger[0])
-        finally:
-            self.session = None
+        with self._one_rank_raises():
+            reports = self._step("prepare", self._prepare)
+            if self.session is not None and self.session.update is not None:
+                self._write_and_commit(self.session, self.session.update, reports)
+        self.session = None
 
     def abort_weight_update(self) -> None:
         """Drop the open session, if there is one; nothing of it was written."""
-
-        def drop() -> list[int | str]:
-            self.session = None
-            return []
-
-        if self._step("abort", drop) is not None:
+        with self._one_rank_raises():
+            self._step("abort", self._drop)
             self._unopened = False
 
     def init_transfer_engine(self, init_info: DeltaInitInfo) -> None:
@@ -191,7 +154,8 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         def check() -> None:
             _parsed(self.parse_init_info, init_info)
 
-        self._step("init", check)
+        with self._one_rank_raises():
+            self._step("init", check)
 
     def shutdown(self) -> None:
         """Drop an unfinished session. Nothing else is held."""
@@ -203,13 +167,36 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         def action() -> NoReturn:
             raise DeltaError(Reason.UNSUPPORTED_ENGINE, detail)
 
-        self._step("refuse", action)
+        with self._one_rank_raises():
+            self._step("refuse", action)
 
-    # --- the state that is held ---
+    # --- what the worker tells ---
 
     def serves(self, model: nn.Module) -> None:
         """Told before each call: which model the worker runs now."""
-        self._served = model
+        self.state.served = model
+
+    def base_lost(self, why: str) -> None:
+        """The weights are no longer those of the ledger: refuse deltas until an anchor."""
+        self.session = None
+        self.state.fence = why
+
+    def base_uncertain(self, why: str) -> None:
+        """Something may have touched the weights (sleep and wake-up): audit all of them before the next update."""
+        self.session = None
+        self.state.unaudited = why
+
+    def reload(self, load: Callable[[], None]) -> None:
+        """Let vLLM load weights in its own way, on all ranks together; deltas are refused until an anchor."""
+        self.base_lost("reload_weights replaced the weights")
+
+        def action() -> None:
+            load()
+
+        with self._one_rank_raises():
+            self._step("reload", action)
+
+    # --- what the engine tells ---
 
     def status(self) -> dict[str, Any]:
         """What this rank knows, as plain values; equal on every rank but for ``rank``, ``written`` and times.
@@ -223,106 +210,55 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
             "refdelta": versions.refdelta_version(),
             "vllm": versions.installed_version(),
             "unproven": list(self.unproven),
-            "run_id": self.ledger.run_id,
-            "version": self.ledger.version,
-            "digest": self.ledger.digest,
-            "verified": self.ledger.verified,
-            "unmapped": dict(self.ledger.unmapped),
-            "fence": self._fence,
-            "refused": dict(self.proven.refused),
+            **self.state.to_plain(),
             "session": self.session.number if self.session else None,
             "staged": self.session.staged if self.session else 0,
             "last_error": error and {"reason": error.reason.value, "detail": error.detail, "tensor": error.tensor},
-            "last_update": self._last and asdict(self._last),
         }
 
     def audit(self) -> dict[str, Any]:
-        """Hold every block of this rank against its digest. A mismatch on any rank fences the engine."""
-        found = self._audit()
-        elements = self.block_digests.elements(self._readable(self._moved()))
+        """Compare every block of this rank with its digest. A mismatch on any rank fences the engine."""
+        found: dict[str, str] = {}
+        with self._one_rank_raises():
+            found = self._audit()
+        state = self.state
         return {
             "rank": self.ranks.rank,
-            "elements": elements,
-            "mismatched": found or {},
-            "unmapped": dict(self.ledger.unmapped),
+            "elements": state.block_digests.elements(state.readable_blocks(state.moved())),
+            "mismatched": found,
+            "unmapped": dict(state.ledger.unmapped),
             "unproven": list(self.unproven),
         }
 
-    def _audit(self) -> dict[str, str] | None:
-        """What differs on this rank; None where some rank could not look."""
-        found: dict[str, str] = {}
+    # --- steps: each raises `StepFailed` on every rank, or on none ---
 
-        def look() -> StepReport:
-            moved = self._moved()
-            differing = self.block_digests.differing(self.proven.attestation.live(), self._readable(moved))
-            found.update({name: f"{where} changed without an update" for name, where in differing.items()})
-            found.update(moved)
-            return StepReport(None, found)
+    def _step(self, name: str, action: Callable[[], AgreedValue | StepReport]) -> list[Any]:
+        """Run a step that writes nothing on all ranks; what each rank reports. Where it fails, the session ends."""
+        try:
+            return self.ranks.run_on_all_ranks(name, action)
+        except StepFailed:
+            self.session = None
+            raise
 
-        told = self._step("audit", look)
-        if told is None:
-            return None
-        self._unaudited = None
-        self._fence_off("audit", told)
-        return found
-
-    def _moved(self) -> dict[str, str]:
-        """Runtime parameter -> why what this rank serves under its name is not what was proved."""
-        if self._served is not self.proven.model:
-            return dict.fromkeys(self.proven.attestation.proved, f"the worker serves another model object; {_RESTART}")
-        return {name: f"{why}; {_RESTART}" for name, why in self.proven.attestation.moved().items()}
-
-    def _readable(self, moved: Mapping[str, str]) -> list[int]:
-        """Blocks that an audit reads, by number."""
-        return [
-            number for number in self.block_digests.auditable if self.block_digests.blocks[number].param not in moved
-        ]
-
-    def _check_memory(self) -> None:
-        for name, why in self._moved().items():
-            raise DeltaError(Reason.UNATTESTED, why, name)
-
-    def _fence_off(self, step: str, told: Sequence[Mapping[str, str]]) -> None:
-        """What any rank has found lets the engine take nothing but an anchor, or, of other memory, nothing at all."""
-        for rank, found in enumerate(told):
-            for name, why in found.items():
-                self._fence = self._fence or f"{step}: rank {rank}: {name}: {why}"
-
-    def base_lost(self, why: str) -> None:
-        """The weights are no longer those of the ledger: refuse deltas until an anchor."""
-        self.session = None
-        self._fence = why
-
-    def reload(self, load: Callable[[], None]) -> None:
-        """Let vLLM load weights in its own way, on all ranks together; deltas are refused until an anchor."""
-        self.base_lost("reload_weights replaced the weights")
-
-        def action() -> None:
-            load()
-
-        self._step("reload", action)
-
-    def base_uncertain(self, why: str) -> None:
-        """Something may have touched the weights (sleep and wake-up): audit all of them before the next update."""
-        self.session = None
-        self._unaudited = why
-
-    # --- steps ---
-
-    def _open(self) -> list[int | str]:
+    def _open(self) -> AgreedValue:
+        state = self.state
         self.session = Session(
-            self._sessions, self.proven, self.ledger, self.block_digests, self.options, fence=self._fence
+            self._sessions, state.proven, state.ledger, state.block_digests, self.options, fence=state.fence
         )
         return [self._sessions]
+
+    def _drop(self) -> AgreedValue:
+        self.session = None
+        return []
 
     def _opened(self) -> Session:
         if self.session is None:
             raise DeltaError(Reason.NO_SESSION, "no update session is open; call start_weight_update first")
         return self.session
 
-    def _stage(self, update_info: Any) -> list[int | str]:
+    def _stage(self, update_info: Any) -> AgreedValue:
         session = self._opened()
-        self._check_memory()
+        self.state.check_memory()
         info = _parsed(self.parse_update_info, update_info)
         session.options = session.options.with_(vars(info))
         session.sources.append(info.target_weights_path)
@@ -337,72 +273,100 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
 
     def _prepare(self) -> StepReport:
         session = self._opened()
-        self._check_memory()
+        self.state.check_memory()
         update = session.prepared()
         with session.timed("prepare"):
             told = update.prepare() if update else {}
         return StepReport([session.number, *session.fingerprints], told)
 
+    def _write_and_commit(self, session: Session, update: Update, reports: Sequence[Any]) -> None:
+        """The only step that writes. Afterwards every rank holds the new state, or every rank the old one."""
+        settled: list[Ledger] = []
+        self._step("settle", lambda: settled.append(update.settle(reports, self.state.ledger)))
+        try:
+            self.ranks.run_on_all_ranks("write", lambda: self._write(session, update))
+        except StepFailed as failure:
+            self._undo(update, failure)
+            raise
+        self._error = None
+        self.state.commit(update, settled[0], self._done(session, update))
+        logger.info("refdelta: %s; %s", self.state.ledger.name, self.state.last_update)
+
     def _write(self, session: Session, update: Update) -> None:
         with session.timed("write"):
             update.write()
-            self._check_memory()  # a loader may replace what it writes
+            self.state.check_memory()  # a loader of vLLM's may replace the tensors that it writes to
         with session.timed("audit"):
-            self._check(session, update)
+            session.audited = self.state.check_written(update, self.options.audit_budget(update.changed))
 
-    def _check(self, session: Session, update: Update) -> None:
-        """Hold what was touched, and a share of the rest, against the digests as they should be now."""
-        after, budget = update.block_digests(), self.options.audit_budget(update.changed)
-        numbers, self._cursors = after.blocks_to_audit(
-            update.touched(), budget, self._cursors, whole=update.audit_whole
-        )
-        session.audited = after.elements(numbers)
-        for name, where in after.differing(self.proven.attestation.live(), numbers).items():
-            raise DeltaError(Reason.DIGEST_MISMATCH, f"{where} is not what the engine's digest says", name)
-
-    def _commit(self, session: Session, update: Update, ledger: Ledger) -> None:
-        self.ledger, self.block_digests = ledger, update.block_digests()
-        if isinstance(update, AnchorUpdate):
-            self._fence = self._unaudited = None
-        self._error = None
+    def _done(self, session: Session, update: Update) -> LastUpdate:
         seconds = {phase: round(took, 6) for phase, took in session.seconds.items()}
-        done = (update.changed, update.written, dict(update.dropped), session.audited)
-        self._last = LastUpdate(session.sources, *done, seconds, list(self.unproven))
-        logger.info("refdelta: %s; %s", ledger.name, self._last)
-
-    def _step(self, name: str, action: Callable[[], AgreedValue | StepReport]) -> list[Any] | None:
-        """A step on all ranks that writes nothing; what each rank told. Where it fails anywhere, the session ends."""
-        try:
-            return self.ranks.run_on_all_ranks(name, action)
-        except StepFailed as failure:
-            self.session = None
-            if failure.reason is Reason.UNATTESTED:
-                self._look_for_moved()
-            self._raise(failure)
-            return None
-
-    def _look_for_moved(self) -> None:
-        """Fence the engine where the refusal was for memory that some rank has replaced, not for a tensor alone."""
-        told = self._step("memory", lambda: StepReport(None, self._moved()))
-        self._fence_off("memory", told or [])
-
-    def _raise(self, failure: StepFailed) -> None:
-        follows = failure.reason is Reason.NO_SESSION and self._unopened
-        if not follows:  # else the error that ended the session is the one to be known
-            self._error, self._unopened = failure, failure.reason is not Reason.NO_SESSION
-        if self.ranks.is_reporting_rank:
-            raise failure
-        logger.error("refdelta: %s (rank %d raises it)", failure, self.ranks.size - 1)
+        did = (update.changed, update.written, dict(update.dropped), session.audited)
+        return LastUpdate(session.sources, *did, seconds, list(self.unproven))
 
     def _undo(self, update: Update, failure: StepFailed) -> None:
+        """Write the old values back on every rank. An engine that cannot is a mixture of two states, and ends."""
         try:
             self.ranks.run_on_all_ranks("undo", update.undo)
         except StepFailed as second:
             _end_engine(f"{failure}; then {second}")
         if failure.reason is Reason.DIGEST_MISMATCH:
             self._audit()  # what differs without an update fences the engine
+
+    def _audit(self) -> dict[str, str]:
+        """Look at all weights on all ranks and fence the engine where any differ; what differs on this rank."""
+        found: dict[str, str] = {}
+
+        def look() -> StepReport:
+            found.update(self.state.differing())
+            return StepReport(None, found)
+
+        found_by_rank = self._step("audit", look)
+        self.state.unaudited = None
+        self.state.fence_off("audit", found_by_rank)
+        return found
+
+    def _look_for_moved(self) -> None:
+        """Fence the engine where memory was replaced. A refusal for one tensor alone fences nothing."""
+        self.state.fence_off("memory", self._step("memory", lambda: StepReport(None, self.state.moved())))
+
+    # --- the boundary: a step fails on every rank, and one rank tells the caller ---
+
+    @contextmanager
+    def _one_rank_raises(self) -> Iterator[None]:
+        """Around each public call: a failed step ends it on every rank, and only the reporting rank raises.
+
+        vLLM's RPC channel falls out of step where several ranks raise (see `refdelta.vllm.update.ranks`).
+        """
+        failed: StepFailed | None = None
+        try:
+            yield
+        except StepFailed as failure:
+            failed = failure
+        if failed is not None:
+            self.session = None
+            self._tell(self._fenced_if_moved(failed))
+
+    def _tell(self, failure: StepFailed) -> None:
+        self._note(failure)
+        if self.ranks.is_reporting_rank:
+            raise failure
+        logger.error("refdelta: %s (rank %d raises it)", failure, self.ranks.size - 1)
+
+    def _fenced_if_moved(self, failure: StepFailed) -> StepFailed:
+        """``failure``, or that of the look at memory which an ``unattested`` one calls for."""
         if failure.reason is Reason.UNATTESTED:
-            self._look_for_moved()
+            try:
+                self._look_for_moved()
+            except StepFailed as second:
+                return second
+        return failure
+
+    def _note(self, failure: StepFailed) -> None:
+        """Keep the error for `status`. A call that only finds no session follows from the error that ended it."""
+        if failure.reason is Reason.NO_SESSION and self._unopened:
+            return
+        self._error, self._unopened = failure, failure.reason is not Reason.NO_SESSION
 
 
 def _of_rank(update_info: Any, rank: int) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -32,11 +31,12 @@ from refdelta.vllm.update.block_digests import (
     header_sum,
     ownership,
 )
+from refdelta.vllm.update.engine_state import EngineState
 from refdelta.vllm.update.ledger import Ledger
 from refdelta.vllm.update.proven_layout import ProvenLayout
 from refdelta.vllm.update.ranks import RankGroup
 
-__all__ = ["Proved", "prove"]
+__all__ = ["prove"]
 
 _ENGINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Values of vLLM's ``--dtype``."""
@@ -44,16 +44,7 @@ _ENGINE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 logger = init_logger("vllm.refdelta")  # under vLLM's logger, so that its handlers show it
 
 
-@dataclass(frozen=True)
-class Proved:
-    """What an engine starts with."""
-
-    proven: ProvenLayout
-    block_digests: BlockDigests
-    ledger: Ledger
-
-
-def prove(model: nn.Module, files: LoadedFiles, ranks: RankGroup) -> Proved:
+def prove(model: nn.Module, files: LoadedFiles, ranks: RankGroup) -> EngineState:
     """Trace the layout, attest it against the checkpoint, combine the ranks' findings, and take the digest of it all.
 
     Raises `DeltaError` (``unsupported_engine``) where the engine reads packed copies of its weights, rearranged its
@@ -79,7 +70,7 @@ def prove(model: nn.Module, files: LoadedFiles, ranks: RankGroup) -> Proved:
         )
         block_digests = BlockDigests.of(layout, moved, ownership(layout, boxes, ranks.rank, refused))
         block_digests = block_digests.with_values(block_digests.measured(runtime_tensors(model)))
-        return Proved(proven, block_digests, _ledger(block_digests, checkpoint, unmapped, ranks))
+        return EngineState(proven, block_digests, _ledger(block_digests, checkpoint, unmapped, ranks))
 
 
 def _ledger(block_digests: BlockDigests, checkpoint: Checkpoint, unmapped: Unmapped, ranks: RankGroup) -> Ledger:

@@ -394,7 +394,7 @@ def test_a_reader_that_holds_the_lower_one_never_sees_the_other(
 
 
 def test_wherever_emptying_ends_one_of_the_two_is_whole(tmp_path: Path) -> None:
-    """A writer that fails before one step after the other: the old at its place, or the new in the staging directory."""
+    """A writer that fails at each step in turn: the old is at its place, or the new in the staging directory."""
     for name, make in THINGS.items():
         left = []
         for step in range(40):

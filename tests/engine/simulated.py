@@ -20,6 +20,7 @@ from refdelta.vllm.proof.attest import Attestation
 from refdelta.vllm.proof.memory import Memory
 from refdelta.vllm.proof.unmapped import Unmapped, accounts, find
 from refdelta.vllm.update.block_digests import BlockDigests, boxes_by_source, header_sum, ownership
+from refdelta.vllm.update.engine_state import EngineState
 from refdelta.vllm.update.ledger import Ledger
 from refdelta.vllm.update.options import Options
 from refdelta.vllm.update.proven_layout import ProvenLayout
@@ -101,13 +102,9 @@ def backend_of(simulated: Simulated, rank: int = 0) -> Any:
     from refdelta.vllm.backend import DeltaSnapshotEngine, DeltaUpdateInfo
 
     made: Any = object.__new__(DeltaSnapshotEngine)
-    known = {
-        "proven": simulated.targets[rank],
-        "block_digests": simulated.block_digests[rank],
-        "ledger": simulated.ledger,
-    }
-    unset = {"session": None, "_fence": None, "_unaudited": None, "_last": None, "_error": None, "_unopened": False}
-    vars(made).update(known, **unset, options=Options(), ranks=RankGroup(), _sessions=0, _cursors=(0, 0), unproven=())
+    state = EngineState(simulated.targets[rank], simulated.block_digests[rank], simulated.ledger)
+    unset = {"session": None, "_error": None, "_unopened": False}
+    vars(made).update(state=state, **unset, options=Options(), ranks=RankGroup(), _sessions=0, unproven=())
     made.serves(simulated.targets[rank].model)
     made.parse_update_info = lambda info: DeltaUpdateInfo(**info)
     return made

@@ -14,6 +14,7 @@ from refdelta.codec import bits
 from refdelta.spec import DeltaError, Reason
 from refdelta.vllm.update import updating as update
 from refdelta.vllm.update.block_digests import BlockDigests
+from refdelta.vllm.update.engine_state import EngineState
 from tests.engine.simulated import Simulated, State, backend_of, state_of
 from tests.layout.models import QWEN3, Engine
 
@@ -74,15 +75,15 @@ def fails(*_: object, **__: object) -> None:
     raise RuntimeError("injected")
 
 
-FAULTS: dict[str, tuple[object, str, int]] = {
+FAULTS: dict[str, tuple[Any, str, int]] = {
     "first write": (update, "_put", 1),
     "fifth write": (update, "_put", 5),
-    "audit": (None, "_check", 1),
+    "audit": (EngineState, "check_written", 1),
     "look": (BlockDigests, "differing", 1),
     "settle": (update.DeltaUpdate, "settle", 1),
     "prepare": (update.DeltaUpdate, "prepare", 1),
 }
-"""Of what (None: the backend) which function fails at which call."""
+"""Of what which function fails at which call."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -91,17 +92,16 @@ def test_a_versioned_delta_that_is_not_written_leaves_its_version_untaken(
 ) -> None:
     """Else the next attempt would be the version that the engine holds, and be skipped in silence."""
     known, held, path = rig.known(), rig.held(), rig.written(rig.second)
-    digests = rig.backend.block_digests
+    digests = rig.backend.state.block_digests
     with monkeypatch.context() as patch:
         owner, name, call = FAULTS[fault]
-        owner = owner or type(rig.backend)
         right, calls = getattr(owner, name), iter(range(1, 1000))
         patch.setattr(owner, name, lambda *a, **k: fails() if next(calls) == call else right(*a, **k))
         with pytest.raises(DeltaError, match="injected") as caught:
             rig.update(path)
     assert caught.value.reason is Reason.RANK_FAILED
     assert rig.known() == known
-    assert rig.backend.block_digests is digests
+    assert rig.backend.state.block_digests is digests
     assert all(map(bits.equal, rig.held(), held))
     assert rig.backend.audit()["mismatched"] == {}
     rig.update(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from refdelta import Delta, TensorPatch, write_delta
 from refdelta.vllm.calls.status import read_audit, read_status
+from refdelta.vllm.update.engine_state import EngineState
 from refdelta.vllm.update.ranks import RankGroup
 from tests.engine.simulated import Simulated, state_of
 from tests.engine.test_allowlist import Qwen3ForCausalLM, departed, proven
@@ -25,9 +25,7 @@ def started(monkeypatch: pytest.MonkeyPatch, device: str) -> Any:
     from refdelta.vllm import backend
 
     simulated = Simulated.of(engine := Engine(QWEN3), state_of(engine.rules(0), 1))
-    proved = SimpleNamespace(
-        proven=simulated.targets[0], block_digests=simulated.block_digests[0], ledger=simulated.ledger
-    )
+    proved = EngineState(simulated.targets[0], simulated.block_digests[0], simulated.ledger)
     monkeypatch.setattr("refdelta.vllm.backend.wrap_worker", lambda engine_class: None)
     monkeypatch.setattr(RankGroup, "world", RankGroup)
     monkeypatch.setattr(backend, "LoadedFiles", lambda *arguments: None)

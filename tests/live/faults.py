@@ -18,9 +18,7 @@ from torch import distributed
 
 from conformance.live.probe import Probe
 from refdelta.vllm import backend
-from refdelta.vllm.update import anchor, session
-from refdelta.vllm.update import block_digests as shares
-from refdelta.vllm.update import proven_layout as target
+from refdelta.vllm.update import anchor, block_digests, engine_state, proven_layout, session
 from refdelta.vllm.update import updating as update
 from tests.live.variables import FAULT
 
@@ -66,15 +64,15 @@ def _after(point: str, function: Callable[..., Any]) -> Callable[..., Any]:
 _POINTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "start": (backend.DeltaSnapshotEngine, "_open", _before),
     "read": (session, "read_delta", _before),
-    "stage": (target.ProvenLayout, "validate", _before),
+    "stage": (proven_layout.ProvenLayout, "validate", _before),
     "prepare": (update.DeltaUpdate, "prepare", _before),
     "settle": (update.DeltaUpdate, "settle", _before),
     "before_write": (update.DeltaUpdate, "write", _before),
     "write": (update, "_put", _before),
     "after_write": (update.DeltaUpdate, "write", _after),
     "anchor": (anchor.AnchorUpdate, "_put", _before),
-    "look": (shares.BlockDigests, "differing", _before),
-    "audit": (backend.DeltaSnapshotEngine, "_check", _before),
+    "look": (block_digests.BlockDigests, "differing", _before),
+    "audit": (engine_state.EngineState, "check_written", _before),
 }
 
 for _point, (_owner, _name, _when) in _POINTS.items():

@@ -7,7 +7,7 @@ What each part stands for, in vLLM 0.32 and in refdelta:
 | `Engine.collective_rpc` | ``MultiprocExecutor.collective_rpc`` (``v1/executor/multiproc_executor.py``): replies are read in rank order up to the first failure, the rest stay queued |
 | `Engine.pause` | ``EngineCore.pause_scheduler``, which calls ``synchronize_device`` on all ranks |
 | `Native` | ``Worker.start_weight_update``, ``update_weights``, ``finish_weight_update`` (``v1/worker/gpu_worker.py``) with a backend that writes in update and raises where it fails |
-| `Refdelta.start`, ``update``, ``finish``, ``abort``, ``audit``, ``_step``, ``_raise``, ``_undo``, ``_open``, ``_stage``, ``_write`` | the methods of `refdelta.vllm.backend.DeltaSnapshotEngine` of these names (``update_from`` and so on); its steps ``prepare`` and ``settle`` are one here |
+| `Refdelta.start`, ``update``, ``finish``, ``abort``, ``audit``, ``_step``, ``_one_rank_raises``, ``_tell``, ``_undo``, ``_open``, ``_stage``, ``_write`` | the methods of `refdelta.vllm.backend.DeltaSnapshotEngine` of these names (``update_from`` and so on); its steps ``prepare`` and ``settle`` are one here |
 | `Refdelta.run_on_all_ranks`, ``is_reporting_rank`` | `refdelta.vllm.update.ranks.RankGroup.run_on_all_ranks`, ``is_reporting_rank`` |
 | `Worker.write` | `refdelta.vllm.update.Update.write` and ``undo``, `refdelta.vllm.update.session.Session` holds what they write |
 | `Refdelta.call`, ``active`` | `refdelta.vllm.worker.wrap_worker`: the Worker's flag follows the backend's session |
@@ -249,51 +249,51 @@ class Refdelta(Worker):
     def start(self, payload: str | None) -> Run:
         """`start_weight_update`: one that was never finished is dropped."""
         self.change(staged=None, count=self.state.count + 1)
-        yield from self._step("start", self._open)
+        yield from self._one_rank_raises(self._step("start", self._open))
         return None
 
     def update(self, payload: str | None) -> Run:
         """`update_from`: reads, validates, stages; writes nothing."""
         assert payload is not None
-        yield from self._step("update", lambda: self._stage(payload))
+        yield from self._one_rank_raises(self._step("update", lambda: self._stage(payload)))
         return None
 
     def finish(self, payload: str | None) -> Run:
         """`finish_weight_update`: all ranks or none."""
+        yield from self._one_rank_raises(self._finished())
+        return None
+
+    def _finished(self) -> Generator[Report, list[Report], None]:
         staged, before = self.state.staged, self.state.weights
         if "no first agreement" in self.mutations:
             self._prepared()
-        elif not (yield from self._step("prepare", self._prepared)):
-            return None
+        else:
+            yield from self._step("prepare", self._prepared)
         if staged is None:
-            return None
+            return
         try:
             if "no second agreement" in self.mutations:
                 self._write(staged)
             else:
                 yield from self.run_on_all_ranks("write", lambda: self._write(staged))
-        except Refused as failure:
+        except Refused:
             yield from self._undo(before)
-            if "no second agreement" in self.mutations:
-                raise
-            self._raise(failure)
-            return None
+            raise
         finally:
             self.change(staged=None)
         if staged:
             self.change(last=staged[-1])
-        return None
 
     def abort(self, payload: str | None) -> Run:
         """`abort_weight_update`: drops what is open."""
-        yield from self._step("abort", lambda: self.change(staged=None))
+        yield from self._one_rank_raises(self._step("abort", lambda: self.change(staged=None)))
         return None
 
     def audit(self, payload: str | None) -> Run:
         """`audit`: reads every weight, which may fail."""
         if "audits before the agreement" in self.mutations:
             self.may_fail("audit")
-        yield from self._step("audit", lambda: self.may_fail("audit"))
+        yield from self._one_rank_raises(self._step("audit", lambda: self.may_fail("audit")))
         return None
 
     @property
@@ -314,16 +314,21 @@ class Refdelta(Worker):
         if len(set(reports)) > 1:
             raise StepFailed("rank_disagreement")
 
-    def _step(self, name: str, action: Callable[[], object]) -> Generator[Report, list[Report], bool]:
+    def _step(self, name: str, action: Callable[[], object]) -> Generator[Report, list[Report], None]:
         try:
             yield from self.run_on_all_ranks(name, action)
-        except StepFailed as failure:
+        except StepFailed:
             self.change(staged=None)
-            self._raise(failure)
-            return False
-        return True
+            raise
 
-    def _raise(self, failure: Refused) -> None:
+    def _one_rank_raises(self, steps: Generator[Report, list[Report], None]) -> Generator[Report, list[Report], None]:
+        """Around each call: every rank ends it where a step failed, and one rank tells."""
+        try:
+            yield from steps
+        except StepFailed as failure:
+            self._tell(failure)
+
+    def _tell(self, failure: StepFailed) -> None:
         if self.is_reporting_rank:
             raise failure
 

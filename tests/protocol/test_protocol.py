@@ -107,8 +107,8 @@ def test_every_combination_of_faults_is_tried() -> None:
     [
         (
             "refdelta.vllm.backend",
-            "start_weight_update update_from finish_weight_update abort_weight_update audit _step _raise _undo _open "
-            "_stage _write",
+            "start_weight_update update_from finish_weight_update abort_weight_update audit _step _tell _undo _open "
+            "_stage _write _one_rank_raises",
         ),
         ("refdelta.vllm.update.ranks", "run_on_all_ranks is_reporting_rank"),
         ("refdelta.vllm.worker", "wrap_worker _for_this_backend"),

@@ -6,7 +6,7 @@
 What becomes of the KV cache, which holds keys and values of the old weights, is the caller's choice:
 
 - ``keep``: cache and running requests stay. Nothing is lost and nothing is recomputed; a running request goes on with
-  old keys and values for its old tokens, and so does every later prompt that block_digests a cached prefix: its
+  old keys and values for its old tokens, and so does every later prompt that shares a cached prefix: its
   log-probabilities are those of no single version. Off-policy correction has to account for it.
 - ``reset_prefix``: running requests stay and lose their keys and values: the tokens that they have are computed again
   with the new weights, then they go on. The prefix cache is emptied after the write. Every token that is made

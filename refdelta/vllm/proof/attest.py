@@ -18,7 +18,7 @@ from refdelta.codec import bits
 from refdelta.layout.map import LayoutMap, Region
 from refdelta.spec import DeltaError, Reason
 from refdelta.vllm.proof.memory import Memory, held_now
-from refdelta.vllm.proof.position_maps import PositionMap, positions
+from refdelta.vllm.proof.position_maps import PositionMap, live_elements
 from refdelta.vllm.tracing.recorder import runtime_aliases, runtime_tensors
 
 __all__ = ["Attestation", "attest", "held_box", "packed_layers", "said", "unlike"]
@@ -82,8 +82,8 @@ def attest(
         model: the live model of this rank.
         layout: the traced map of this rank.
         checkpoint: checkpoint tensor name -> tensor on the CPU; read one at a time.
-        position_maps: parameter -> where its elements went after loading (what none went to must be zero), or why that cannot
-            be told. By default, and for other parameters: they stand where they were loaded.
+        position_maps: parameter -> where its elements went after loading (what none went to must be zero), or why that
+            cannot be told. By default, and for other parameters: they stand where they were loaded.
     """
     live = {name: now for name in runtime_tensors(model) if (now := held_now(model, name)) is not None}
     moved = {param: place for param, place in (position_maps or {}).items() if isinstance(place, PositionMap)}
@@ -154,11 +154,9 @@ def held_box(param: Tensor, shape: tuple[int, ...], place: PositionMap | None, r
         return "the parameter is empty: its weight was repacked after loading"
     if not param.is_contiguous():
         return "the parameter is not contiguous"
-    if place is not None:
-        return bits.gather(param, place(positions(region.param_box))).view(region.param_box.shape)
-    if tuple(param.shape) != shape:
+    if place is None and tuple(param.shape) != shape:
         return f"its shape is {list(param.shape)} after loading, was {list(shape)}"
-    return region.param_box.view(param)
+    return live_elements(param, region.param_box, place)
 
 
 def _mismatch(held: Tensor, region: Region, source: Tensor) -> str | None:
@@ -171,7 +169,7 @@ def _mismatch(held: Tensor, region: Region, source: Tensor) -> str | None:
 
 
 def _fingerprint(tensor: Tensor) -> tuple[object, ...]:
-    """Equal for equal bytes; a constant tensor gets one that it block_digests with itself moved about."""
+    """Equal for equal bytes; a constant tensor gets one that it shares with itself moved about."""
     words = bits.bit_view(tensor.contiguous()).flatten()
     if words.numel() == 0:
         return (tuple(tensor.shape), tensor.dtype)

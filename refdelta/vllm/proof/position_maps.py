@@ -17,7 +17,7 @@ from torch import Tensor
 from refdelta.codec import bits
 from refdelta.layout.boxes import Box
 
-__all__ = ["PositionMap", "positions"]
+__all__ = ["PositionMap", "live_elements", "positions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class PositionMap:
     def repeated(self, count: int) -> PositionMap:
         """The first axis, of one or two entries, continued to ``count`` entries at the same distance.
 
-        Raises ValueError where the first axis has another number of entries, or block_digests its table with the next axis.
+        Raises ValueError where the first axis has another number of entries, or shares its table with the next axis.
         """
         leading, *others = self.tables
         if len(leading) == count:
@@ -112,6 +112,20 @@ class PositionMap:
         size = self.numel // len(self.tables[0])
         for start in range(0, self.numel, size):
             yield self(torch.arange(start, start + size))
+
+
+def live_elements(param: Tensor, box: Box, position_map: PositionMap | None) -> Tensor:
+    """The elements that were loaded into a box of a live parameter, in the box's shape.
+
+    Args:
+        param: as the engine holds it now; contiguous.
+        box: in the parameter as loaded.
+        position_map: where the engine moved the parameter's elements; None where they stand as loaded. Only then the
+            result is a view of ``param``.
+    """
+    if position_map is None:
+        return box.view(param)
+    return bits.gather(param, position_map(positions(box))).view(box.shape)
 
 
 def _compact(table: Tensor) -> Tensor:

@@ -15,12 +15,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from refdelta.codec import bits
 from refdelta.codec import digests as digest
 from refdelta.codec.state import TensorInfo
 from refdelta.layout.boxes import Box, uncovered_elements
 from refdelta.layout.map import LayoutMap, Region
-from refdelta.vllm.proof.position_maps import PositionMap, positions
+from refdelta.vllm.proof.position_maps import PositionMap, live_elements, positions
 
 __all__ = [
     "BLOCK",
@@ -200,10 +199,7 @@ class BlockDigests:
 
     def held(self, live: Mapping[str, Tensor], block: Block | Region) -> Tensor:
         """The elements of a block or a region, in the shape of its box; a view of the live tensor where it can be."""
-        tensor, place = live[block.param], self.position_maps.get(block.param)
-        if place is None:
-            return block.param_box.view(tensor)
-        return bits.gather(tensor, place(positions(block.param_box))).view(block.param_box.shape)
+        return live_elements(live[block.param], block.param_box, self.position_maps.get(block.param))
 
     @property
     def auditable(self) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from refdelta.checkpoints.reading import Checkpoint
-from refdelta.layout.map import LayoutMap, Region
+from refdelta.layout.map import LayoutMap, Region, destinations
 from refdelta.spec import Delta, DeltaError, Reason, TensorPatch
 from refdelta.vllm.proof.attest import Attestation
 from refdelta.vllm.proof.position_maps import PositionMap
@@ -36,7 +36,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Target:
+class ProvenLayout:
     """What this rank may write to: its layout, the proof of it, and what other ranks' proofs exclude."""
 
     layout: LayoutMap
@@ -82,17 +82,16 @@ class Target:
             raise DeltaError(Reason.UNATTESTED, why, name)
 
     def route(self, patch: TensorPatch, numbers: Sequence[int], regions: Sequence[Region]) -> list[Piece]:
-        """Where a patch's elements stand in the live parameters, in O(changed), by region."""
-        positions, found = patch.indices.to(torch.int64), []
-        for number, region in zip(numbers, regions, strict=True):
-            if not region.numel or not len(positions):
-                continue
-            span = torch.tensor([region.source_box.offset, region.source_box.last + 1], device=positions.device)
-            low, high = (int(i) for i in torch.searchsorted(positions, span))
-            chosen, targets = region.translate(positions[low:high])
-            if len(chosen):
-                place = self.position_maps.get(region.param)
-                indices = place(targets) if place else targets
-                chosen = chosen + low
-                found.append(Piece(number, positions[chosen], region.param, indices, patch.values[chosen]))
-        return found
+        """Where a patch's elements stand in the live parameters, in O(changed).
+
+        Args:
+            numbers: for each of ``regions`` its number, as `BlockDigests` counts regions.
+            regions: those of the patch's tensor on this rank.
+        """
+        pieces, positions = list[Piece](), patch.indices.to(torch.int64)
+        for which, chosen, at in destinations(patch.indices, regions):
+            param = regions[which].param
+            moved = self.position_maps.get(param)
+            stands = moved(at) if moved else at
+            pieces.append(Piece(numbers[which], positions[chosen], param, stands, patch.values[chosen]))
+        return pieces
