@@ -26,6 +26,7 @@ from refdelta.vllm.update import session
 from refdelta.vllm.update import updating as update
 from refdelta.vllm.update.anchor import AnchorUpdate
 from refdelta.vllm.update.block_digests import BlockDigests
+from refdelta.vllm.update.engine_state import EngineState
 from refdelta.vllm.update.ledger import Account, Ledger
 from refdelta.vllm.update.options import Options
 from refdelta.vllm.update.proven_layout import Piece, ProvenLayout
@@ -69,7 +70,6 @@ def caught_by(check: str, by: str = "", *, kind: str, fault: int | None, row: st
 
 def _undefended(patch: pytest.MonkeyPatch) -> None:
     """Turn off what the backend checks of itself, as in a backend without it: the suite has to find the fault."""
-    from refdelta.vllm.backend import DeltaSnapshotEngine
 
     after = Ledger.after
 
@@ -81,7 +81,7 @@ def _undefended(patch: pytest.MonkeyPatch) -> None:
         return after(self, replace(delta, lineage=lineage), whole, repeated=repeated)
 
     patch.setattr(Ledger, "after", trusting)
-    patch.setattr(DeltaSnapshotEngine, "_check", lambda self, session, update: None)
+    patch.setattr(EngineState, "check_written", lambda self, update, budget: 0)
 
 
 # --- routers: one rule of the layout each ----------------------------------------------------------------------------
