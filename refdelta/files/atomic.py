@@ -7,8 +7,8 @@ of the same target removes it once it is older than `LEFTOVER_AGE_S`.
 
 Not every file system has every operation; docs/SPEC.md (section 2) says what is promised without it. Where two
 directories cannot be exchanged, the former target is moved to ``old`` in the staging directory. Where it cannot be
-moved either, it is emptied. A staging directory that holds ``old`` is never removed: ``old`` is what was at the target, or
-``new`` beside it is the only whole copy.
+moved either, it is emptied. A staging directory that holds ``old`` is never removed: ``old`` is what was at the target,
+or ``new`` beside it is the only whole copy.
 """
 
 from __future__ import annotations
