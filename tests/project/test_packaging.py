@@ -19,6 +19,8 @@ from packaging.requirements import Requirement
 import refdelta
 from refdelta import cli
 from refdelta.cli import commands
+from refdelta.vllm.assumptions.allowlist import DEVICES, LOAD_FORMATS, UNSEEN
+from refdelta.vllm.assumptions.versions import PROVEN_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -305,6 +307,18 @@ def test_links_in_documents_lead_somewhere(document: str) -> None:
 def test_files_in_the_readme_s_tables_exist() -> None:
     for named in re.findall(r"^\| `([a-z_./]+)`", README, re.MULTILINE):
         assert (ROOT / named).exists(), f"README.md: {named}"
+
+
+def test_the_readme_s_table_says_what_the_backend_lets_in() -> None:
+    """Proven versions, and what is let in unproven: no more and no less than in the allow-list."""
+    section = README.partition("## What it works with")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    cells = {name: (proven, unproven, refused) for name, proven, unproven, refused in rows[2:]}
+    unproven = {name: {*re.findall(r"\w+", told.lower())} for name, (_, told, _) in cells.items() if told}
+    assert unproven == {"Device": UNSEEN["device"], "Load format": UNSEEN["load_format"]}
+    assert cells["vLLM"][0].split(", ") == [prefix.removesuffix(".") for prefix in PROVEN_VERSIONS]
+    assert {cells["Device"][0].lower()} == DEVICES
+    assert {*re.findall(r"`(\w+)`", cells["Load format"][0])} == LOAD_FORMATS
 
 
 def test_links_to_nowhere_are_seen() -> None:
