@@ -5,6 +5,11 @@ counts; rates are bytes of one state per second. The goal for `diff` is the spee
 tensors of that size: the ratio in the last column is time over its time. Nothing here is asserted anywhere.
 
     python benchmarks/codec.py [--mib 512] [--density 1.0] [--threads N] [--json]
+
+With ``--sizes`` it measures bytes instead of time: the files of a whole state beside those of a delta, at several
+densities. README.md shows that table, and a test measures its ratios again.
+
+    python benchmarks/codec.py --sizes [--mib 512] [--json]
 """
 
 from __future__ import annotations
@@ -16,12 +21,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from refdelta.apply import apply_delta, read_delta
@@ -32,6 +38,8 @@ from refdelta.spec import Delta
 COLUMNS = 4096
 TENSORS = 8
 REPEATS = 5
+DENSITIES = (0.1, 1.0, 2.5, 10.0, 30.0)
+"""Changed elements in percent, for ``--sizes``: settled RL steps lie near 1, first steps near 10; 33.3 breaks even."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,20 @@ class Measured:
     """GiB of one state per second."""
     ratio: float
     """Seconds over those of torch.equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Bytes on disk at one density."""
+
+    density_pct: float
+    changed: int
+    full: int
+    """Bytes of the whole state as one safetensors file."""
+    delta: int
+    """Bytes of both files of the delta."""
+    ratio: float
+    """``full`` over ``delta``."""
 
 
 def make(mib: int, density_pct: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -98,6 +120,17 @@ def measure(mib: int, density_pct: float, directory: Path) -> list[Measured]:
     return [Measured(step, s, size / s / 2**30, s / reference) for step, s in seconds.items()]
 
 
+def size(mib: int, density_pct: float, directory: Path) -> Size:
+    """Write a whole state and a delta to disk and count their bytes."""
+    base, target = make(mib, density_pct)
+    delta = diff(base, target)
+    save_file(target, directory / "full.safetensors")
+    _write(delta, directory / "delta")
+    full = (directory / "full.safetensors").stat().st_size
+    sparse = sum(file.stat().st_size for file in (directory / "delta").iterdir())
+    return Size(density_pct, delta.changed_elements, full, sparse, full / sparse)
+
+
 def _write(delta: Delta, path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     write_delta(delta, path)
@@ -109,22 +142,39 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512, help="size of one state")
     parser.add_argument("--density", type=float, default=1.0, help="changed elements, in percent")
     parser.add_argument("--threads", type=int, help="threads of torch; by default its own choice")
+    parser.add_argument("--sizes", action="store_true", help="bytes on disk at several densities, and no times")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory() as directory:
-        rows = measure(options.mib, options.density, Path(directory))
     where = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
-    head = {**where, "threads": torch.get_num_threads(), "mib": options.mib, "density_pct": options.density}
-    if options.json:
+    head: dict[str, object] = {**where, "threads": torch.get_num_threads(), "mib": options.mib}
+    with tempfile.TemporaryDirectory() as directory:
+        if options.sizes:
+            report(head, [size(options.mib, density, Path(directory)) for density in DENSITIES], options.json)
+        else:
+            head["density_pct"] = options.density
+            report(head, measure(options.mib, options.density, Path(directory)), options.json)
+
+
+def report(head: dict[str, object], rows: Sequence[Measured | Size], as_json: bool) -> None:
+    """Print what was measured, under what it was measured with."""
+    if as_json:
         json.dump({**head, "steps": [asdict(row) for row in rows]}, sys.stdout, indent=2)
         print()
         return
     print(", ".join(f"{key} {value}" for key, value in head.items()))
-    print(f"{'step':30} {'seconds':>9} {'GiB/s':>7} {'ratio':>7}")
+    names = [field.name for field in fields(rows[0])]
+    print("".join(f"{name:>30}" if name == "step" else f"{name:>14}" for name in names))
     for row in rows:
-        print(f"{row.step:30} {row.seconds:9.4f} {row.gib_per_s:7.2f} {row.ratio:7.2f}")
+        values = asdict(row)
+        print("".join(_cell(values[name]) for name in names))
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, str):
+        return f"{value:>30}"
+    return f"{value:14.4f}" if isinstance(value, float) else f"{value:14,}"
 
 
 if __name__ == "__main__":

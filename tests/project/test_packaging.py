@@ -1,5 +1,6 @@
 """The project's files agree with one another: pyproject, the installed package, Makefile, README and CI."""
 
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,8 @@ from packaging.requirements import Requirement
 import refdelta
 from refdelta import cli
 from refdelta.cli import commands
+from refdelta.vllm.assumptions.allowlist import DEVICES, LOAD_FORMATS, UNSEEN
+from refdelta.vllm.assumptions.versions import PROVEN_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -279,25 +282,67 @@ def test_options_in_the_readme_exist() -> None:
     assert {option for option in named if not re.search(rf"{option}\b", done.stdout)} == set()
 
 
-def test_links_in_documents_lead_somewhere() -> None:
-    for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
-        for link in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / document).read_text()):
-            assert (ROOT / link).exists(), f"{document}: {link}"
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a Markdown text."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+DOCUMENTS = [
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md"))
+] + ["conformance/README.md"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_in_documents_lead_somewhere(document: str) -> None:
+    """To a file, and to a heading where they name one."""
+    home, text = ROOT / document, (ROOT / document).read_text()
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        target = home.parent / link if link else home
+        assert target.exists(), f"{document}: {link}"
+        assert not anchor or anchor in anchors(target.read_text()), f"{document}: {link}#{anchor}"
+
+
+def test_files_in_the_readme_s_tables_exist() -> None:
     for named in re.findall(r"^\| `([a-z_./]+)`", README, re.MULTILINE):
         assert (ROOT / named).exists(), f"README.md: {named}"
 
 
+def test_the_readme_s_table_says_what_the_backend_lets_in() -> None:
+    """Proven versions, and what is let in unproven: no more and no less than in the allow-list."""
+    section = README.partition("## What it works with")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    cells = {name: (proven, unproven, refused) for name, proven, unproven, refused in rows[2:]}
+    unproven = {name: {*re.findall(r"\w+", told.lower())} for name, (_, told, _) in cells.items() if told}
+    assert unproven == {"Device": UNSEEN["device"], "Load format": UNSEEN["load_format"]}
+    assert cells["vLLM"][0].split(", ") == [prefix.removesuffix(".") for prefix in PROVEN_VERSIONS]
+    assert {cells["Device"][0].lower()} == DEVICES
+    assert {*re.findall(r"`(\w+)`", cells["Load format"][0])} == LOAD_FORMATS
+
+
+def test_links_to_nowhere_are_seen() -> None:
+    assert anchors("# A pass: what, and why `x`?\n```\n# no heading\n```\n## B") == {"a-pass-what-and-why-x", "b"}
+
+
 def test_the_readme_s_codec_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a newcomer pastes it: on its own, with a sampler that ends where the trainer is."""
     (example,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    model = torch.nn.Linear(3, 5)
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    before = {name: tensor.clone() for name, tensor in weights.items()}
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    exec(example, {**names, "weights": weights})
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(weights[name].view(torch.int32), tensor.view(torch.int32))
-        assert not torch.equal(before[name].view(torch.int32), tensor.view(torch.int32))
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["delta"].changed_elements == 512
+    for name, tensor in names["model"].state_dict().items():
+        assert torch.equal(names["sampler"][name].view(torch.int16), tensor.view(torch.int16)), name
+
+
+def test_the_readme_s_ratios_are_those_of_the_benchmark() -> None:
+    """Measured again on a smaller state: a ratio depends on the density alone, but for the headers."""
+    rows = re.findall(r"^\| ([\d.]+) % \| (\d+) MB \| ([\d.]+) MB \| ([\d.]+) \|$", README, re.MULTILINE)
+    words = [sys.executable, "benchmarks/codec.py", "--sizes", "--mib", "16", "--json"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    measured = {step["density_pct"]: step["ratio"] for step in json.loads(done.stdout)["steps"]}
+    assert {float(density) for density, *_ in rows} == measured.keys()
+    for density, full, delta, ratio in rows:
+        assert float(ratio) == pytest.approx(measured[float(density)], rel=0.05), f"{density} %"
+        assert float(full) / float(delta) == pytest.approx(float(ratio), rel=0.02), f"{density} %"
