@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import signal
@@ -15,11 +16,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from conformance.live import shared_memory
 from conformance.live.engine import Engine
 from conformance.live.watch import TimedOut, Watch
 
@@ -69,6 +71,11 @@ class Server:
                         kill_group(other)
                     raise RuntimeError(f"a truth engine ended with status {status}; see the log of the host")
             time.sleep(0.005)
+
+    def run(self, function: str, arguments: Sequence[Any]) -> Any:
+        """What ``MODULE:FUNCTION`` gives for ``arguments``, in this process: any work that needs vLLM imported."""
+        module, _, name = function.partition(":")
+        return getattr(importlib.import_module(module), name)(*arguments)
 
     def plain_truth(self, **job: Any) -> None:
         """The same in this process, for comparison with a forked child."""
@@ -149,7 +156,8 @@ def _ended(child: int, watch: Watch) -> int | str | None:
 
 
 def kill_group(leader: int) -> None:
-    """Kill a process that leads its group, and all that are in it."""
+    """Kill a process that leads its group, and all that are in it; their shared memory goes too."""
+    shared_memory.remove(leader)
     try:
         os.killpg(leader, signal.SIGKILL)
     except ProcessLookupError:

@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from conformance.live.host import kill_group
 from conformance.live.watch import Watch
 from conformance.live.zygote import MESSAGE_BYTES
 
@@ -52,8 +52,7 @@ class Plain:
         self.pid = self._process.pid
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        kill_group(self.pid)
         self._process.wait()
 
 

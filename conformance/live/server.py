@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +17,7 @@ import httpx
 
 from conformance.findings import Late
 from conformance.live.engine import TOKENS
-from conformance.live.host import die_with_parent
+from conformance.live.host import die_with_parent, kill_group
 from conformance.live.runner import CALL_TIMEOUT, START_TIMEOUT
 from conformance.live.watch import WALL_FACTOR, TimedOut, Watch
 
@@ -94,8 +92,7 @@ class Server:
     def close(self) -> None:
         """End the server and everything in its process group."""
         self._client.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         self._process.wait()
 
     def __enter__(self) -> Self:

@@ -1,9 +1,9 @@
 """Files and directories that are written whole or not at all.
 
 Everything is first written into a staging directory: a hidden sibling ``.NAME.<hex>.tmp`` of the target. It is synced
-there and then moved into place in one step. A writer that is killed leaves its staging directory behind. That is neither
-a delta nor a checkpoint, because its contents lie one level deeper. It may be removed at any time, and the next writer
-of the same target removes it once it is older than `LEFTOVER_AGE_S`.
+there and then moved into place in one step. A writer that is killed leaves its staging directory behind. That is
+neither a delta nor a checkpoint, because its contents lie one level deeper. It may be removed at any time, and the next
+writer of the same target removes it once it is older than `LEFTOVER_AGE_S`.
 
 Not every file system has every operation; docs/SPEC.md (section 2) says what is promised without it. Where two
 directories cannot be exchanged, the former target is moved to ``old`` in the staging directory. Where it cannot be

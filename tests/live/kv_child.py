@@ -1,4 +1,4 @@
-"""One engine in this process, driven along a list of steps: ``python -m tests.live.kv_child JOB OUT`` (JSON files).
+"""One engine in this process, driven along a list of steps: `run`, called in the child process of a `Host`.
 
 Steps: ``["ask", NAME, PROMPT, TOKENS]``; ``["begin", NAME, PROMPT, TOKENS, STEPS]`` starts a request and runs so many
 engine steps; ``["sync", DELTA, KV]``; ``["write", DELTA]`` updates without a pause; ``["back", CHECKPOINT]`` loads
@@ -7,9 +7,6 @@ version 0 of run kv and empties the cache; ``["end", NAME]`` runs a request to i
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from conformance.live import probe
@@ -105,14 +102,9 @@ def _record(output: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run the job."""
-    job = json.loads(Path(sys.argv[1]).read_text())
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """The records of all steps of a job: its ``checkpoint``, ``backend`` (or None) and ``steps``."""
     child = Child(job)
     for call, *arguments in job["steps"]:
         getattr(child, call)(*arguments)
-    Path(sys.argv[2]).write_text(json.dumps(child.records))
-
-
-if __name__ == "__main__":
-    main()
+    return child.records

@@ -19,7 +19,7 @@ from conformance import oracle
 from conformance.inputs import checkpoints
 from conformance.inputs.checkpoints import State
 from conformance.live import changes
-from conformance.live.runner import environment
+from conformance.live.runner import Host, environment
 from conformance.live.server import Server
 from refdelta import DeltaEncoder, write_delta
 from refdelta.digest import state_digest
@@ -49,15 +49,10 @@ def checkpoint_in(tmp: Path) -> checkpoints.Checkpoint:
 
 
 def child(scratch: Path, name: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Run `kv_child`; truths run without refdelta's plugin."""
+    """Run `kv_child` in a process of its own; truths run without refdelta's plugin."""
     ours = job["backend"] is not None
-    (scratch / f"{name}.json").write_text(json.dumps(job))
-    out = scratch / f"{name}.out"
-    command = [sys.executable, "-m", "tests.live.kv_child", str(scratch / f"{name}.json"), str(out)]
-    env = environment(plugins="refdelta" if ours else "", unpack=not ours)
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(out.read_text())
+    with Host(environment(plugins="refdelta" if ours else "", unpack=not ours), scratch / f"{name}.log") as host:
+        found: dict[str, Any] = host.call("run", function="tests.live.kv_child:run", arguments=[job])
     return found
 
 
