@@ -75,7 +75,7 @@ OF_CHECK: Mapping[str, tuple[str, ...]] = {
 
 
 def levels_of(item: pytest.Item, check: str | None) -> tuple[str, ...]:
-    """The levels that a test belongs to; UsageError for one that is none."""
+    """The levels that a test belongs to; UsageError for a name that is not a level."""
     marker = item.get_closest_marker("level")
     names = tuple(map(str, marker.args)) if marker else OF_CHECK.get(check or "", ())
     unknown = [name for name in names if name not in BY_ID]

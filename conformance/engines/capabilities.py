@@ -99,7 +99,7 @@ def of_kind(kind: str) -> dict[str, Capability]:
 
 
 class UnknownCapability(ValueError):
-    """A declared name that is none, or that engines of this kind cannot offer; the text is one sentence."""
+    """A declared name that is not a capability, or one that engines of this kind cannot offer; the message is one sentence."""
 
 
 def checked(declared: Iterable[str], kind: str, label: str) -> frozenset[str]:

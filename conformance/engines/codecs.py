@@ -157,7 +157,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class BadEngine(ValueError):
-    """A name that gives no engine, or an engine that is none; the text is one sentence."""
+    """A name that leads to no engine, or an object that is not an engine; the message is one sentence."""
 
 
 class CannotStart(BadEngine):
@@ -235,7 +235,7 @@ def _load_program(name: str, how: Loading) -> FullCodec:
 def _load_object(name: str, directory: Path | None) -> object:
     module_name, colon, path = name.partition(":")
     if not (colon and module_name and path):
-        raise BadEngine(f"Engine {name!r} is none of reference, vllm, package.module:Object and exec:COMMAND.")
+        raise BadEngine(f"Engine {name!r} is not one of reference, vllm, package.module:Object and exec:COMMAND.")
     if directory is not None and str(directory) not in sys.path:
         sys.path.append(str(directory))
     with _without_bytecode():

@@ -96,7 +96,7 @@ def backend_of(options: Options, offered: frozenset[str]) -> Backend:
 
 
 def plugins_of(plugin: str) -> tuple[str, ...]:
-    """The names of vLLM's plugins (entry points) that this module registers; () for a module that is none."""
+    """The names of vLLM's plugins (entry points) that this module registers; () for a module that registers none."""
     module = plugin.partition(":")[0]
     found = metadata.entry_points(group=GROUP)
     return tuple(sorted({point.name for point in found if point.module == module}))

@@ -34,7 +34,7 @@ from conformance.suite.run import Exit, Run, files_of
 
 RUN: pytest.StashKey[Run] = pytest.StashKey()
 CANNOT_START: pytest.StashKey[bool] = pytest.StashKey()
-"""Set where a usage error is none: the engine's module or process does not start."""
+"""Set where the fault is not one of usage: the engine's module or process does not start."""
 PROFILES = ("ci", "nightly", "quick", "program", "smoke")
 """Profiles of Hypothesis that the suite registers; any other that a conftest registers is taken, too."""
 
@@ -169,7 +169,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _other_rows(run: Run, items: list[pytest.Item]) -> set[pytest.Item]:
-    """The items of columns that were not asked for; UsageError for a column that is none."""
+    """The items of columns that were not asked for; UsageError for a name that is not a column."""
     if run.options.rows is None:
         return set()
     of = {item: str(matrix.row_of(item)) for item in items}

@@ -115,7 +115,7 @@ class Run:
 
     def unmatched_lines(self) -> list[str]:
         """What is wrong with the xfails file."""
-        return [f"The xfails file names a test that is none: {name}" for name in self.unmatched]
+        return [f"The xfails file names a test that does not exist: {name}" for name in self.unmatched]
 
     def report(self, width: int) -> list[str]:
         """The section that ends the run."""

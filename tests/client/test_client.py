@@ -114,7 +114,7 @@ def test_phases_are_returned_and_logged(server: FakeServer, caplog: pytest.LogCa
         ({"delta": []}, "no delta"),
         ({"delta": None}, "delta: expected a path, or several, found NoneType"),
         ({"delta": ["/d1", None]}, "delta: expected a path, found NoneType"),
-        ({"weight_version": 5}, "weight_version: expected a text or None, found int 5"),
+        ({"weight_version": 5}, "weight_version: expected a string or None, found int 5"),
     ],
 )
 def test_bad_arguments_reach_no_engine(server: FakeServer, arguments: dict[str, Any], named: str) -> None:

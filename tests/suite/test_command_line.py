@@ -159,7 +159,7 @@ RUNS = {
     "unmarked": ("test_codec_unmarked.py", "--engine", f"{ENGINE}:Little"),
 }
 USAGE_ERRORS = {
-    ("--engine", "nonsense"): "Engine 'nonsense' is none of reference, vllm, package.module:Object and exec:COMMAND.",
+    ("--engine", "nonsense"): "Engine 'nonsense' is not one of reference, vllm, package.module:Object and exec:COMMAND.",
     ("--engine", "no.such.module:Codec"): "cannot import no.such.module",
     ("--engine", f"{ENGINE}:Nobody"): f"{ENGINE} has no Nobody.",
     ("--engine", f"{ENGINE}:WithoutApply"): "lacks apply.",
@@ -360,7 +360,7 @@ def test_expected_failures_are_said(outcomes: dict[object, Outcome]) -> None:
     assert "skip refuses [little]: expected failure: https://example.org/issues/1 (tests: 1)" in text
     assert "level reader         failed " in text, "a level is not passed with a failure in it, expected or not"
     for name in ("test_codec_other.py::test_no_more", "test_codec_gone.py::test_x"):
-        line = f"The xfails file names a test that is none: {name}"
+        line = f"The xfails file names a test that does not exist: {name}"
         before, after = re.split(r"\n.* in [\d.]+s\n", outcomes["expected and absent"].text)
         assert line in before
         assert f"ERROR {line}" in after.splitlines(), "pytest's last line tells of no failure, so it is said below"

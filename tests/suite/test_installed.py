@@ -138,7 +138,7 @@ def test_an_adopter_s_module_leaves_no_bytecode(installed: Path, tmp_path: Path)
 def test_bad_usage_ends_alike(installed: Path, way: str, tmp_path: Path) -> None:
     found = run(installed, tmp_path, sys.executable, *WAYS[way], "--engine", "nonsense")
     assert found.code == Exit.USAGE
-    assert "Engine 'nonsense' is none of reference" in found.text
+    assert "Engine 'nonsense' is not one of reference" in found.text
     other = run(installed, tmp_path, sys.executable, *WAYS[way], "--engine", "no.such.module:Codec")
     assert other.code == Exit.INFRASTRUCTURE
 

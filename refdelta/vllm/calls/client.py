@@ -183,7 +183,7 @@ class Client:
         self, infos: Sequence[Mapping[str, object]], kv: Kv, weight_version: str | None, resume: bool
     ) -> SyncResult:
         _check_kv(kv)
-        check_argument("weight_version", weight_version, (str, NoneType), "a text or None")
+        check_argument("weight_version", weight_version, (str, NoneType), "a string or None")
         before, clock = self.status(), _Clock()
         try:
             with clock.timed("pause"):

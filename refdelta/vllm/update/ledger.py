@@ -69,7 +69,7 @@ class Ledger:
         return f"{version}, {self.digest or 'of unknown digest'}{left_out(self.unmapped)}"
 
     def holds(self, lineage: Lineage | None) -> bool:
-        """Whether a delta of this lineage leads to the very version that the engine holds. Raises ``base_mismatch``
+        """Whether the engine already holds the version that a delta of this lineage leads to. Raises ``base_mismatch``
         where it is that version with another digest."""
         if lineage is None or (lineage.run_id, lineage.version) != (self.run_id, self.version):
             return False
