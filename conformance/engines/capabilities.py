@@ -99,7 +99,7 @@ def of_kind(kind: str) -> dict[str, Capability]:
 
 
 class UnknownCapability(ValueError):
-    """A declared name that is not a capability, or one that engines of this kind cannot offer; the message is one sentence."""
+    """A declared name is not a capability, or engines of this kind cannot offer it; the message is one sentence."""
 
 
 def checked(declared: Iterable[str], kind: str, label: str) -> frozenset[str]:

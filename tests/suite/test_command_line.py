@@ -159,7 +159,9 @@ RUNS = {
     "unmarked": ("test_codec_unmarked.py", "--engine", f"{ENGINE}:Little"),
 }
 USAGE_ERRORS = {
-    ("--engine", "nonsense"): "Engine 'nonsense' is not one of reference, vllm, package.module:Object and exec:COMMAND.",
+    ("--engine", "nonsense"): (
+        "Engine 'nonsense' is not one of reference, vllm, package.module:Object and exec:COMMAND."
+    ),
     ("--engine", "no.such.module:Codec"): "cannot import no.such.module",
     ("--engine", f"{ENGINE}:Nobody"): f"{ENGINE} has no Nobody.",
     ("--engine", f"{ENGINE}:WithoutApply"): "lacks apply.",

@@ -69,8 +69,10 @@ class Ledger:
         return f"{version}, {self.digest or 'of unknown digest'}{left_out(self.unmapped)}"
 
     def holds(self, lineage: Lineage | None) -> bool:
-        """Whether the engine already holds the version that a delta of this lineage leads to. Raises ``base_mismatch``
-        where it is that version with another digest."""
+        """Whether the engine already holds the version that a delta of this lineage leads to.
+
+        Raises ``base_mismatch`` where the engine holds that version with another digest.
+        """
         if lineage is None or (lineage.run_id, lineage.version) != (self.run_id, self.version):
             return False
         if None not in (lineage.digest, self.digest) and lineage.digest != self.digest:

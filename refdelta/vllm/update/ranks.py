@@ -34,7 +34,7 @@ class StepFailed(DeltaError):
 
 @dataclass
 class RankGroup:
-    """The ranks of one engine. ``gather`` is a collective: it gives every rank the strings of all ranks, in rank order."""
+    """The ranks of one engine. ``gather`` is a collective: every rank gets the strings of all, in rank order."""
 
     rank: int = 0
     size: int = 1
