@@ -38,6 +38,17 @@ def apply_delta(delta: Delta, weights: Weights, *, digest: str | None = None) ->
     ``digest``: what `state_digest` of ``weights`` is, as the caller has kept it. Then the delta's base digest must be
     that one (base_mismatch), and its digest the one that the change leads to (digest_mismatch); the inverse's lineage
     holds the state after as ``base_digest`` and the state before as ``digest``.
+
+    >>> import torch
+    >>> from refdelta import diff
+    >>> old, new = torch.zeros(2, 3), torch.tensor([[0.0, 5.0, 0.0], [0.0, 0.0, 7.0]])
+    >>> held = {"w": old.clone()}
+    >>> inverse = apply_delta(diff({"w": old}, {"w": new}), held)
+    >>> bool(held["w"].equal(new))
+    True
+    >>> _ = apply_delta(inverse, held)  # back again
+    >>> bool(held["w"].equal(old))
+    True
     """
     check_delta(delta)
     if digest is not None:

@@ -27,6 +27,13 @@ def compose(deltas: Iterable[Delta]) -> Delta:
     range: base of the first, version and digest of the last. Raises `DeltaError` when they do not follow each other:
     count_mismatch (totals), shape_mismatch, dtype_mismatch, base_mismatch (another run, a gap, a base that is not the
     state before, or a lineage beside none), incomplete (one part of several), bad_option (no deltas at all).
+
+    >>> import torch
+    >>> from refdelta import diff
+    >>> states = [{"w": torch.tensor([[0, value, 0]])} for value in (1, 2, 3)]
+    >>> both = compose([diff(states[0], states[1]), diff(states[1], states[2])])
+    >>> both.patches[0].indices.tolist(), both.patches[0].values.tolist()
+    ([1], [3])
     """
     chain = _listed(deltas)
     for delta in chain:

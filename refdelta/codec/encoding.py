@@ -30,6 +30,15 @@ def diff(base: Weights, target: Weights) -> Delta:
 
     States have equal names, shapes and dtypes, else `DeltaError` says everything that differs. Of names that a module
     ties to one tensor only the first counts. Patches lie on ``target``'s devices; ``base`` may be on others.
+
+    >>> import torch
+    >>> base = {"w": torch.zeros(2, 3, dtype=torch.bfloat16)}
+    >>> target = {"w": torch.tensor([[0, 0, 1], [0, -0.0, 0]], dtype=torch.bfloat16)}
+    >>> delta = diff(base, target)
+    >>> delta.patches[0].indices.tolist()  # flat positions; -0.0 has other bits than 0.0
+    [2, 4]
+    >>> f"{delta.changed_elements} of {delta.total_elements}"
+    '2 of 6'
     """
     return _diff(tracked(base), tracked(target), device=None)
 

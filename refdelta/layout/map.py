@@ -33,6 +33,14 @@ class Region:
 
     Element ``i`` of the box stands at ``source_box.offset + sum(i_k * source_box.strides[k])`` in the checkpoint tensor
     and at the same sum over ``param_box`` in the parameter; both boxes have the same shape.
+
+    The second column of a [3, 4] checkpoint tensor, stacked below ten other elements of a one-dimensional parameter:
+
+    >>> import torch
+    >>> region = Region("w", Box(1, (3,), (4,)), "stacked", Box(10, (3,), (1,)))
+    >>> chosen, positions = region.translate(torch.tensor([0, 1, 9]))
+    >>> chosen.tolist(), positions.tolist()  # element 0 lies outside the box
+    ([1, 2], [10, 12])
     """
 
     source: str
@@ -195,6 +203,16 @@ class LayoutMap:
         to several places (one checkpoint k into K and V). Raises `DeltaError`: ``unknown_tensor`` for a name that the
         checkpoint does not have, ``shape_mismatch``, ``dtype_mismatch``, ``unmapped`` where no rule accounts for the
         tensor.
+
+        Rank 1 of 2 holds the lower two rows of a [4, 3] tensor:
+
+        >>> import torch
+        >>> sizes = {"w": TensorInfo((4, 3), torch.float32)}, {"p": TensorInfo((2, 3), torch.float32)}
+        >>> lower = Region("w", Box(6, (2, 3), (3, 1)), "p", Box(0, (2, 3), (3, 1)))
+        >>> rank1 = LayoutMap(*sizes, regions=(lower,))
+        >>> [piece] = rank1.route(TensorPatch("w", (4, 3), torch.tensor([2, 7]), torch.tensor([0.5, 1.5])))
+        >>> piece.param, piece.indices.tolist(), piece.values.tolist()
+        ('p', [1], [1.5])
         """
         self.check_patch(patch)
         regions = self.regions_of(patch.name)
