@@ -121,6 +121,17 @@ class Client:
 
         Raises `DeltaError`. The engine then holds the version that it held and goes on serving. Where it did not answer
         (``bad_answer``) it holds the old version or the new one, as `recover` tells.
+
+        With ``client = Client("http://sampler:8000")``:
+
+        >>> result = client.sync("/shared/step-000001", kv="reset_prefix", weight_version="1")
+        >>> result.before.version, result.version
+        (0, 1)
+        >>> result.after.last_update.written  # elements, as the engine counts them
+        8
+        >>> client.sync("/shared/step-000002", kv="forget")
+        Traceback (most recent call last):
+        refdelta.spec.DeltaError: refdelta[bad_option]: kv: expected one of keep, reset_prefix, abort, found 'forget'
         """
         given = {"lineage": lineage, "repeat": repeat, "mode": mode}
         options = {name: value for name, value in given.items() if value is not None}
