@@ -263,7 +263,7 @@ class Reason(StrEnum):
     INCOMPLETE = (
         "incomplete",
         "lineage",
-        "the parts are not one whole update: missing, repeated, overlapping or foreign",
+        "the parts are not one whole update: missing, repeated, overlapping or of another update",
     )
     WRITE_FAILED = (
         "write_failed",

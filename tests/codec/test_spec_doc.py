@@ -177,6 +177,17 @@ def test_nesting_that_readers_take(good: Path) -> None:
     assert taken_with(good, lambda metadata: metadata.update(x=10**3999))
 
 
+@pytest.mark.parametrize("written", ["2.0", "2e0", "true"])
+@pytest.mark.parametrize("before", ['"changed_elements": 2', '"format_version": 2', '"version": 2', "[\n      2,\n"])
+def test_integers_have_no_fraction_and_no_exponent(good: Path, before: str, written: str) -> None:
+    """S4.2-4 and S4.2-5, for counts, versions and shapes alike."""
+    path = good / METADATA_FILE
+    text = path.read_text()
+    assert text.count(before) == 1
+    path.write_text(text.replace(before, before.replace("2", written)))
+    assert not taken(good)
+
+
 # Arithmetic
 
 
@@ -379,7 +390,7 @@ def test_numbers_are_given_without_gaps() -> None:
 
 
 def test_ids_that_are_cited_exist() -> None:
-    """Anywhere in documents, suite, code and tests."""
+    """In documents, suite, code and tests. A withdrawn one may still be cited."""
     cited = {
         (path, name)
         for folder in ("docs", "conformance", "refdelta", "tests", "examples", "benchmarks", "scripts")
@@ -388,7 +399,8 @@ def test_ids_that_are_cited_exist() -> None:
         for name in re.findall(r"\bS\d+(?:\.\d+)?-\d+\b", path.read_text(encoding="utf-8"))
     }
     assert (ROOT / "docs" / "SPEC.md", "S3.2-2") in cited
-    assert [(path, name) for path, name in sorted(cited) if name not in requirements()] == []
+    known = {*requirements(), *withdrawn()}
+    assert [(path, name) for path, name in sorted(cited) if name not in known] == []
 
 
 def test_words_in_code_type_are_words_of_the_format() -> None:
