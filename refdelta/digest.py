@@ -1,4 +1,4 @@
-"""The digest of a state (SPEC.md 8): two sides compare it in place of the state, and roll it from delta to delta."""
+"""The digest of a state (SPEC.md, section 10): compared in place of the state, and rolled from delta to delta."""
 
 from __future__ import annotations
 

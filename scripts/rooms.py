@@ -47,7 +47,7 @@ NAMES_OUTSIDE = ("vllm.client", "vllm.trace", "vllm.audit", "vllm.http_engine", 
 """Names by which modules of rooms are known outside."""
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("plain",),
+    ("plain", "values"),
     ("spec",),
     ("codec",),
     ("files",),
@@ -83,7 +83,7 @@ CORE = House(
     FLOORS,
     {room: "vllm" for floor in FLOORS for room in floor if room.startswith("vllm")}
     | dict.fromkeys(FACADES, "apply, encode, digest, layout_map")
-    | {"plain": "spec", "layout.families": "layout"},
+    | {"plain": "spec", "values": "spec", "layout.families": "layout"},
 )
 VLLM = House(
     "refdelta",

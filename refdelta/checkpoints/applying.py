@@ -7,12 +7,10 @@ from pathlib import Path
 
 from refdelta.checkpoints.patching import patch_checkpoint
 from refdelta.checkpoints.reading import Checkpoint
+from refdelta.codec.arguments import check_path
 from refdelta.codec.composition import compose as compose
 from refdelta.codec.composition import join as join
 from refdelta.files.reading import read_delta
-from refdelta.spec import (
-    check_path,
-)
 
 
 def apply_to_checkpoint(

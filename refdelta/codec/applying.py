@@ -10,21 +10,13 @@ import torch
 from torch import Tensor
 
 from refdelta.codec import bits
+from refdelta.codec.arguments import check_delta
 from refdelta.codec.composition import compose as compose
 from refdelta.codec.composition import join as join
 from refdelta.codec.digests import parse as parse_digest
 from refdelta.codec.digests import roll_digest
 from refdelta.codec.state import Weights, first_names, holds_memory, named_tensors
-from refdelta.spec import (
-    UNVERSIONED,
-    Delta,
-    DeltaError,
-    Lineage,
-    Reason,
-    TensorPatch,
-    check_delta,
-    check_plain,
-)
+from refdelta.spec import UNVERSIONED, Delta, DeltaError, Lineage, Reason, TensorPatch, check_plain
 
 
 def apply_delta(delta: Delta, weights: Weights, *, digest: str | None = None) -> Delta:

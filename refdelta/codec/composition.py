@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from refdelta.codec import bits
-from refdelta.spec import Delta, DeltaError, Lineage, Reason, TensorPatch, check_argument, check_delta, index_dtype
+from refdelta.codec.arguments import check_delta
+from refdelta.spec import Delta, DeltaError, Lineage, Reason, TensorPatch, check_argument, index_dtype
 
 _OF_THE_WRITING: Final = frozenset({"created_at", "timestamp"})
 """Metadata of one writing, which a delta made of others gets anew."""

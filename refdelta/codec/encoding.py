@@ -11,18 +11,11 @@ from torch import Tensor
 
 from refdelta.codec import bits
 from refdelta.codec.applying import apply_delta
+from refdelta.codec.arguments import check_delta
 from refdelta.codec.digests import ZERO, add, layer_digests, roll_digest
 from refdelta.codec.peft import check_no_adapters
 from refdelta.codec.state import TensorInfo, Weights, total_elements, tracked
-from refdelta.spec import (
-    Delta,
-    DeltaError,
-    Lineage,
-    Reason,
-    TensorPatch,
-    check_delta,
-    index_dtype,
-)
+from refdelta.spec import Delta, DeltaError, Lineage, Reason, TensorPatch, index_dtype
 
 
 def diff(base: Weights, target: Weights) -> Delta:

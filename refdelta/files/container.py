@@ -11,7 +11,8 @@ from io import FileIO
 from typing import NoReturn
 
 from refdelta.files.opening import read_exactly, size_of
-from refdelta.spec import DTYPES, MAX_HEADER_BYTES, DeltaError, Reason, count_elements, is_int
+from refdelta.spec import DTYPES, MAX_HEADER_BYTES, DeltaError, Reason, count_elements
+from refdelta.values import is_int
 
 __all__ = ["Entry", "Header", "read_header", "shown", "strict_json"]
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from refdelta.codec.arguments import check_path
 from refdelta.codec.composition import compose as compose
 from refdelta.codec.composition import join as join
 from refdelta.files.container import Entry, Header, read_header, shown, strict_json
@@ -36,12 +37,11 @@ from refdelta.spec import (
     TensorPatch,
     check_extra,
     check_name,
-    check_path,
     check_shape,
     density_pct,
     is_density_pct,
-    is_int,
 )
+from refdelta.values import is_int
 
 _PACKED_KEYS: Final = frozenset({"delta.indices_flat", "delta.values_flat", "delta.layer_lengths"})
 

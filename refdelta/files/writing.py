@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from refdelta.codec import bits
+from refdelta.codec.arguments import check_delta, check_path
 from refdelta.files.atomic import check_target, new_directory, write_file, write_hashed
 from refdelta.spec import (
     DELTA_FILE,
@@ -26,8 +27,6 @@ from refdelta.spec import (
     DeltaError,
     Reason,
     TensorPatch,
-    check_delta,
-    check_path,
     index_dtype,
 )
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from refdelta.codec.state import TensorInfo
-from refdelta.spec import DeltaError, Reason, is_int
+from refdelta.spec import DeltaError, Reason
+from refdelta.values import is_int
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
-from refdelta.spec import DeltaError, Reason, is_int
+from refdelta.spec import DeltaError, Reason
+from refdelta.values import is_int
 from refdelta.vllm.assumptions import versions
 from refdelta.vllm.assumptions.allowlist import check_engine
 from refdelta.vllm.assumptions.loaded_files import LoadedFiles

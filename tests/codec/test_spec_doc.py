@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
@@ -65,7 +65,13 @@ def test_invariants() -> None:
 
 
 def test_reasons() -> None:
-    assert table("reason", "when") == [(reason.value, reason.meaning) for reason in Reason]
+    assert table("reason", "group", "when") == [(r.value, r.group.value, r.meaning) for r in Reason]
+
+
+def test_groups_of_reasons() -> None:
+    """Those in the text are those in the code, and each has a reason."""
+    assert table("group", "what is wrong") == [(group.value, group.meaning) for group in spec.ReasonGroup]
+    assert {reason.group for reason in Reason} == set(spec.ReasonGroup)
 
 
 def test_dtypes() -> None:
@@ -171,6 +177,17 @@ def test_nesting_that_readers_take(good: Path) -> None:
     assert taken_with(good, lambda metadata: metadata.update(x=10**3999))
 
 
+@pytest.mark.parametrize("written", ["2.0", "2e0", "true"])
+@pytest.mark.parametrize("before", ['"changed_elements": 2', '"format_version": 2', '"version": 2', "[\n      2,\n"])
+def test_integers_have_no_fraction_and_no_exponent(good: Path, before: str, written: str) -> None:
+    """S4.2-4 and S4.2-5, for counts, versions and shapes alike."""
+    path = good / METADATA_FILE
+    text = path.read_text()
+    assert text.count(before) == 1
+    path.write_text(text.replace(before, before.replace("2", written)))
+    assert not taken(good)
+
+
 # Arithmetic
 
 
@@ -248,7 +265,7 @@ def test_example_of_canonical_bytes(tmp_path: Path) -> None:
 
 
 def test_example_of_a_digest() -> None:
-    found = re.search(r"the tensor `(.+)` of dtype (\w+) and shape \[2, 3\] with the bits (.*?)\.\s", TEXT, re.DOTALL)
+    found = re.search(r"The tensor `(.+)` of dtype (\w+) and shape \[2, 3\] with the bits (.*?)\.\s", TEXT, re.DOTALL)
     assert found
     name, code, listed = found.groups()
     patterns = [int(word, 16) for word in re.split(r",\s+", listed)]
@@ -268,24 +285,122 @@ def test_example_of_a_digest() -> None:
 # The text itself
 
 
-def headings() -> Iterator[str]:
-    return (line.split()[1].rstrip(".") for line in TEXT.splitlines() if line.startswith("## "))
+SECTIONS = re.findall(r"^## (\d+)\. ", TEXT, re.MULTILINE)
+SUBSECTIONS = re.findall(r"^### (\d+\.\d+)\. ", TEXT, re.MULTILINE)
 
 
-def test_sections_that_are_referred_to() -> None:
-    sections = list(headings())
-    assert sections == [str(number) for number in range(1, len(sections) + 1)]
-    items = set(re.findall(r"^(\d+\.\d+)\. ", TEXT, re.MULTILINE))
-    for number in re.findall(r"[Ss]ections? (\d+(?:\.\d+)?)", TEXT):
-        assert number in sections or number in items, number
-
-
-def test_items_are_numbered_in_order() -> None:
+def test_sections_are_numbered_in_order() -> None:
+    assert list(map(int, SECTIONS)) == [*range(1, len(SECTIONS) + 1)]
     last = (0, 0)
-    for section, item in re.findall(r"^(\d+)\.(\d+)\. ", TEXT, re.MULTILINE):
+    for section, item in (number.split(".") for number in SUBSECTIONS):
         here = (int(section), int(item))
         assert here == (last[0], last[1] + 1) or (here[0] > last[0] and here[1] == 1), here
         last = here
+
+
+def test_sections_that_are_referred_to() -> None:
+    for number in re.findall(r"[Ss]ections? (\d+(?:\.\d+)?)", TEXT):
+        assert number in SECTIONS or number in SUBSECTIONS, number
+
+
+@pytest.mark.parametrize(
+    "path", ["docs/ENGINE.md", "refdelta/digest.py", "refdelta/files/atomic.py", "refdelta/spec.py"]
+)
+def test_sections_that_others_refer_to(path: str) -> None:
+    """A reference names SPEC.md and a section, in this order."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    named = re.findall(r"SPEC\.md\W+(?:\(SPEC\.md\)\W+)?section (\d+(?:\.\d+)?)", text)
+    assert named, f"no section of SPEC.md is named in {path}: take it off this list"
+    assert set(named) <= {*SECTIONS, *SUBSECTIONS}
+
+
+# Requirements and their ids
+
+KEYWORD = re.compile(r"\b(?:MUST NOT|MUST|SHOULD|MAY)\b")
+MEANT = "The words MUST, MUST NOT, SHOULD and MAY have the meaning that RFC 2119 gives them."
+ITEM = re.compile(r'^- <a id="([^"]*)" href="#([^"]*)">([^<]*)</a> (.*(?:\n  .*)*)', re.MULTILINE)
+IDS = ROOT / "tests" / "codec" / "spec_ids.txt"
+
+
+def sentences(item: str) -> list[str]:
+    return re.split(r"(?<=\.)\s+(?=[A-Z`])", " ".join(item.split()))
+
+
+def requirements() -> dict[str, str]:
+    """Id -> normative sentence, in the order of the text."""
+    found: dict[str, str] = {}
+    for anchor, target, shown, item in ITEM.findall(TEXT):
+        assert anchor == target == shown, f"{anchor} is shown as {shown} and links to {target}"
+        assert anchor not in found, f"{anchor} is the id of two sentences"
+        found[anchor] = sentences(item)[0]
+    return found
+
+
+def test_every_normative_sentence_has_an_id_and_every_id_one_normative_sentence() -> None:
+    """The sentence behind the id has one keyword, and nothing else has any."""
+    assert len(requirements()) > 120
+    for anchor, _, _, item in ITEM.findall(TEXT):
+        first, *others = sentences(item)
+        assert len(KEYWORD.findall(first)) == 1, f"{anchor}: not one requirement: {first}"
+        assert not any(map(KEYWORD.search, others)), f"{anchor}: give the second requirement an id of its own"
+    assert TEXT.count(MEANT) == 1
+    rest = ITEM.sub("", TEXT.replace(MEANT, ""))
+    assert [line for line in rest.splitlines() if KEYWORD.search(line)] == [], "a requirement without id"
+
+
+def test_ids_are_those_of_their_section() -> None:
+    """A section's ids are in no other section, and bear the number of the innermost heading."""
+    where = "0"
+    for line in TEXT.splitlines():
+        if heading := re.match(r"###? (\d+(?:\.\d+)?)\. ", line):
+            where = heading[1]
+        for anchor in re.findall(r'<a id="([^"]*)"', line):
+            assert re.fullmatch(rf"S{re.escape(where)}-[1-9]\d*", anchor), f"{anchor} stands in section {where}"
+    assert re.findall(r'<a id="([^"]*)"', TEXT) == list(requirements()), "an anchor that is not that of a requirement"
+
+
+def withdrawn() -> list[str]:
+    return [row[0] for row in table("id", "what it required", "replaced by")]
+
+
+def test_ids_never_change() -> None:
+    """Each is listed with its sentence, and stays in the text or among the withdrawn ones.
+
+    Where a sentence was made clearer, change its line in the list. Where it requires something else, withdraw its id
+    and give the sentence a new one.
+    """
+    lines = IDS.read_text(encoding="utf-8").splitlines()
+    listed = dict(line.split(" ", 1) for line in lines)
+    assert len(listed) == len(lines), "an id is listed twice"
+    found = requirements()
+    assert listed.keys() - found.keys() == set(withdrawn()), "an id is gone that section 18 does not list, or is listed"
+    assert not found.keys() & set(withdrawn()), "a withdrawn id is used again"
+    for name, sentence in found.items():
+        assert listed.get(name) == sentence, f"{IDS.name} has not this line: {name} {sentence}"
+
+
+def test_numbers_are_given_without_gaps() -> None:
+    """The next id of a section is one more than all that were ever given there."""
+    given: dict[str, list[int]] = {}
+    for name in [*requirements(), *withdrawn()]:
+        section, number = name.rsplit("-", 1)
+        given.setdefault(section, []).append(int(number))
+    wrong = {section: sorted(found) for section, found in given.items() if sorted(found) != [*range(1, len(found) + 1)]}
+    assert not wrong, wrong
+
+
+def test_ids_that_are_cited_exist() -> None:
+    """In documents, suite, code and tests. A withdrawn one may still be cited."""
+    cited = {
+        (path, name)
+        for folder in ("docs", "conformance", "refdelta", "tests", "examples", "benchmarks", "scripts")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".md") and ".venv" not in path.parts
+        for name in re.findall(r"\bS\d+(?:\.\d+)?-\d+\b", path.read_text(encoding="utf-8"))
+    }
+    assert (ROOT / "docs" / "SPEC.md", "S3.2-2") in cited
+    known = {*requirements(), *withdrawn()}
+    assert [(path, name) for path, name in sorted(cited) if name not in known] == []
 
 
 def test_words_in_code_type_are_words_of_the_format() -> None:

@@ -29,7 +29,8 @@ from os import PathLike, fspath
 from types import NoneType
 from typing import Final, Literal, get_args
 
-from refdelta.spec import DeltaError, Reason, check_argument, check_path
+from refdelta.codec.arguments import check_path
+from refdelta.spec import DeltaError, Reason, check_argument
 from refdelta.vllm import BACKENDS
 from refdelta.vllm.calls.engine_calls import Engine, LocalEngine, unexpected, without_backend
 from refdelta.vllm.calls.status import Audit, Status, read_audit, read_status

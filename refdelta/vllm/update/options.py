@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from refdelta.spec import DeltaError, Reason, is_int
+from refdelta.spec import DeltaError, Reason
+from refdelta.values import is_int
 
 __all__ = ["Options", "options_of"]
 
