@@ -39,7 +39,8 @@ class Finding:
     """What was being done."""
 
     def __str__(self) -> str:
-        where = " ".join(filter(None, [shown(self.tensor or ""), self._place()]))
+        rank = "" if self.rank is None else f"rank {self.rank}"
+        where = " ".join(filter(None, [rank, shown(self.tensor or ""), self._place()]))
         head = f"{where}: " if where else ""
         said = [f"{word} {value}" for word, value in (("expected", self.expected), ("found", self.found)) if value]
         body = ", ".join(said) or self.what

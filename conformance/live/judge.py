@@ -12,47 +12,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from conformance import findings
+from conformance.findings import Finding
 from conformance.live.engine import Output
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One parameter or buffer that differs from the truth."""
-
-    model: str
-    rank: int
-    parameter: str
-    position: tuple[int, ...] | None
-    """Index of the first differing element; None when the tensors cannot be compared element by element."""
-    expected: str
-    """Its bits in hexadecimal, or a description."""
-    found: str
-    differing: int = 0
-    """How many elements differ."""
-    dtype: str | None = None
-
-    def shared(self) -> findings.Finding:
-        """The same with the fields that every finding of the suite has."""
-        what = "bits" if self.position is not None else "parameters and buffers"
-        count = self.differing or None
-        return findings.Finding(
-            what,
-            self.parameter,
-            self.position,
-            expected=self.expected,
-            found=self.found,
-            dtype=self.dtype,
-            differing=count,
-            rank=self.rank if self.rank >= 0 else None,
-            context=self.model,
-        )
-
-    def __str__(self) -> str:
-        where = f"{self.model} rank {self.rank} {self.parameter}"
-        at = f" at {list(self.position)}" if self.position is not None else ""
-        more = f" ({self.differing} elements differ)" if self.differing else ""
-        return f"{where}{at}: expected {self.expected}, found {self.found}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +46,7 @@ def compare(model: str, expected: Sequence[RankDump], found: Sequence[RankDump])
     assert expected, f"{model}: the truth holds no rank"
     ranks = [dump.rank for dump in expected]
     if ranks != [dump.rank for dump in found]:
-        return [Finding(model, -1, "ranks", None, str(ranks), str([dump.rank for dump in found]))]
+        return [_unlike(model, None, "ranks", ranks, [dump.rank for dump in found])]
     return [finding for pair in zip(expected, found, strict=True) for finding in _compare_rank(model, *pair)]
 
 
@@ -94,7 +55,7 @@ def _compare_rank(model: str, expected: RankDump, found: RankDump) -> Iterator[F
     for name in sorted(expected.entries.keys() | found.entries.keys()):
         want, have = expected.entries.get(name), found.entries.get(name)
         if want is None or have is None or want != have:
-            yield Finding(model, expected.rank, name, None, str(want or "absent"), str(have or "absent"))
+            yield _unlike(model, expected.rank, name, want or "absent", have or "absent")
         elif want["alias_of"] == name:
             yield from _compare_bits(model, expected.rank, name, want, expected.raw(name), found.raw(name))
 
@@ -108,8 +69,23 @@ def _compare_bits(model: str, rank: int, name: str, entry: dict[str, Any], want:
     first = int(wrong[0])
     position = tuple(int(axis) for axis in np.unravel_index(first, shape)) if shape else ()
     one = slice(first * width, (first + 1) * width)
-    bits = _hexadecimal(want[one]), _hexadecimal(have[one])
-    yield Finding(model, rank, name, position, *bits, len(wrong), f"torch.{entry['dtype']}")
+    yield Finding(
+        "bits",
+        name,
+        position,
+        expected=_hexadecimal(want[one]),
+        found=_hexadecimal(have[one]),
+        dtype=f"torch.{entry['dtype']}",
+        differing=len(wrong),
+        rank=rank,
+        context=model,
+    )
+
+
+def _unlike(model: str, rank: int | None, name: str, expected: object, found: object) -> Finding:
+    """What cannot be compared element by element."""
+    words = str(expected), str(found)
+    return Finding("parameters and buffers", name, expected=words[0], found=words[1], rank=rank, context=model)
 
 
 def _hexadecimal(element: Any) -> str:

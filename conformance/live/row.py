@@ -304,9 +304,9 @@ class Row:
         findings = judge.compare(self.checkpoint.name, self.truth(self.current).dumps, judge.read_dumps(directory))
         shutil.rmtree(directory)
         if findings:
-            shown = [finding.shared() for finding in findings[:_MAX_SHOWN]]
+            shown = findings[:_MAX_SHOWN]
             head = f"{len(findings)} parameters or buffers differ from a fresh engine's:\n"
-            raise Mismatch(*shown, text=head + "\n".join(map(str, findings[:_MAX_SHOWN])))
+            raise Mismatch(*shown, text=head + "\n".join(map(str, shown)))
 
     def answers_as_truth(self) -> None:
         """Tokens and log-probabilities equal a fresh engine's exactly."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from refdelta.codec import bits
 from refdelta.codec.state import TensorInfo
-from refdelta.layout.boxes import Box, box_from_json, box_to_json, coverage, integers
+from refdelta.layout.boxes import Box, box_from_json, box_to_json, coverage, integers, joined_axes
 from refdelta.spec import DeltaError, Reason, TensorPatch
 
 JSON_FORMAT = "refdelta_layout"
@@ -66,10 +66,14 @@ class Region:
 
         Returns the I64 selection into ``indices`` and, for each selected one, its I64 position in the parameter.
         """
+        if not self.numel:
+            nothing = torch.empty(0, dtype=torch.int64, device=indices.device)
+            return nothing, nothing
         rest = indices - self.source_box.offset
         inside = rest >= 0
         target = torch.full_like(rest, self.param_box.offset)
-        for size, source_stride, param_stride in self._axes():
+        axes = zip(self.source_box.shape, self.source_box.strides, self.param_box.strides, strict=True)
+        for size, source_stride, param_stride in joined_axes(axes):
             if source_stride == 1:  # the innermost: nothing remains of it
                 step, rest = rest, torch.zeros_like(rest)
             else:
@@ -82,17 +86,6 @@ class Region:
             return torch.arange(len(indices), device=indices.device), target
         chosen = inside.nonzero().flatten()
         return chosen, target[chosen]
-
-    def _axes(self) -> list[tuple[int, int, int]]:
-        """Axes of more than one element, outermost (largest checkpoint stride) first; neighbours are one axis where
-        they are one run on both sides."""
-        axes = zip(self.source_box.shape, self.source_box.strides, self.param_box.strides, strict=True)
-        merged: list[tuple[int, int, int]] = []
-        for size, source, param in sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: -axis[1]):
-            if merged and merged[-1][1:] == (size * source, size * param):
-                size *= merged.pop()[0]
-            merged.append((size, source, param))
-        return merged
 
 
 def destinations(indices: Tensor, regions: Sequence[Region]) -> Iterator[tuple[int, Tensor, Tensor]]:

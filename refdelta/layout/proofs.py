@@ -1,4 +1,4 @@
-"""Two maps of one rank compared, and the maps of all ranks proven to hold a checkpoint exactly. Box arithmetic only.
+"""Two maps of one rank compared, and the maps of all ranks proven to hold a checkpoint exactly.
 
 Maps are equal when they carry the same elements to the same places, however they cut them into regions.
 """
@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-
-import numpy as np
-import numpy.typing as npt
 
 from refdelta.codec.state import TensorInfo
-from refdelta.layout.boxes import Box, coverage
+from refdelta.layout.boxes import Box, Move, coverage, runs, same_moves
 from refdelta.layout.map import LayoutMap, Region
 from refdelta.layout.reasons import OTHER_RANKS
 
@@ -80,20 +76,20 @@ def _moved(first: LayoutMap, second: LayoutMap) -> Iterator[Difference]:
     for pair in [*ours, *(pair for pair in theirs if pair not in ours)]:
         if ours.get(pair) == theirs.get(pair):
             continue
-        a, b = ([_Move.of(*boxes) for boxes in side.get(pair, [])] for side in (ours, theirs))
-        if not _equal(a, b):
+        a, b = ([Move.of(*boxes) for boxes in side.get(pair, [])] for side in (ours, theirs))
+        if not same_moves(a, b):
             source, param = pair
             yield Difference("regions", source, f"{param} {_places(a)}", f"{param} {_places(b)}")
 
 
 def _padded(first: LayoutMap, second: LayoutMap) -> Iterator[Difference]:
     for name in sorted({*first.padding, *second.padding}):
-        a, b = ([_Move.still(box) for box in layout.padding.get(name, ())] for layout in (first, second))
-        if not _equal(a, b):
+        a, b = ([Move.still(box) for box in layout.padding.get(name, ())] for layout in (first, second))
+        if not same_moves(a, b):
             yield Difference("padding", name, _places(a), _places(b))
 
 
-def _places(moves: Sequence[_Move]) -> str:
+def _places(moves: Sequence[Move]) -> str:
     """A few words on where elements go: how many, and the first of them."""
     if not moves:
         return "nothing"
@@ -102,111 +98,12 @@ def _places(moves: Sequence[_Move]) -> str:
     return f"{count} elements, from {first.source} to {first.param}, {len(moves)} boxes of {first.axes}"
 
 
-# --- maps as moves of elements ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """A region without names: position ``source + sum(i_k * s_k)`` goes to ``param + sum(i_k * p_k)``.
-
-    ``axes``: (size, s, p), outermost first, none of size 1, none that continues the one inside it on both sides.
-    """
-
-    source: int
-    param: int
-    axes: tuple[tuple[int, int, int], ...]
-
-    @classmethod
-    def of(cls, source: Box, param: Box) -> _Move:
-        axes = [axis for axis in zip(source.shape, source.strides, param.strides, strict=True) if axis[0] != 1]
-        return cls(source.offset, param.offset, _joined(axes))
-
-    @classmethod
-    def still(cls, box: Box) -> _Move:
-        """A box of one tensor."""
-        return cls.of(box, box)
-
-    @property
-    def numel(self) -> int:
-        total = 1
-        for size, _, _ in self.axes:
-            total *= size
-        return total
-
-
-def _joined(axes: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-    joined: list[tuple[int, int, int]] = []
-    for size, s, p in sorted(axes, key=lambda axis: (-axis[1], -axis[2])):
-        if joined and joined[-1][1:] == (size * s, size * p):
-            joined[-1] = (joined[-1][0] * size, s, p)
-        else:
-            joined.append((size, s, p))
-    return tuple(joined)
-
-
 def _by_pair(regions: Sequence[Region]) -> dict[tuple[str, str], list[tuple[Box, Box]]]:
     boxes: dict[tuple[str, str], list[tuple[Box, Box]]] = {}
     for region in regions:
         if region.numel:
             boxes.setdefault((region.source, region.param), []).append((region.source_box, region.param_box))
     return boxes
-
-
-def _equal(first: Sequence[_Move], second: Sequence[_Move]) -> bool:
-    a, b = _coalesced(first), _coalesced(second)
-    if a == b:
-        return True
-    if sum(move.numel for move in a) != sum(move.numel for move in b):
-        return False
-    return _same_runs(_runs(a), _runs(b))
-
-
-def _coalesced(moves: Sequence[_Move]) -> list[_Move]:
-    """Boxes of one form that stand at even distances, as one box with a further axis."""
-    if len(moves) == 1:
-        return list(moves)
-    alike: dict[tuple[tuple[int, int, int], ...], list[_Move]] = {}
-    for move in moves:
-        alike.setdefault(move.axes, []).append(move)
-    found: list[_Move] = []
-    for axes, group in alike.items():
-        group.sort(key=lambda move: (move.source, move.param))
-        steps = {(b.source - a.source, b.param - a.param) for a, b in pairwise(group)}
-        s, p = next(iter(steps), (0, 0))
-        if len(steps) == 1 and s > 0 and p > 0:
-            found.append(_Move(group[0].source, group[0].param, _joined([*axes, (len(group), s, p)])))
-        else:
-            found += group
-    return sorted(found, key=lambda move: (move.source, move.param, move.axes))
-
-
-_Runs = npt.NDArray[np.int64]  # (n, 3): first position, where it goes, length
-
-
-def _runs(moves: Sequence[_Move]) -> _Runs:
-    """The same elements as maximal runs of neighbours that stay neighbours: one form for every cutting."""
-    pieces = np.concatenate([_pieces(move) for move in moves])
-    order = np.lexsort((pieces[:, 0], pieces[:, 1] - pieces[:, 0]))
-    pieces = pieces[order]
-    ends = pieces[:-1, :2] + pieces[:-1, 2:]
-    starts = np.concatenate([[True], np.any(ends != pieces[1:, :2], axis=1)])
-    lengths = np.add.reduceat(pieces[:, 2], np.flatnonzero(starts))
-    return np.column_stack([pieces[starts, :2], lengths])
-
-
-def _pieces(move: _Move) -> _Runs:
-    axes, length = move.axes, 1
-    if axes and axes[-1][1:] == (1, 1):
-        axes, length = axes[:-1], axes[-1][0]
-    at = np.array([[move.source, move.param]], dtype=np.int64)
-    for size, s, p in axes:
-        steps = np.arange(size, dtype=np.int64)[:, None] * np.array([[s, p]], dtype=np.int64)
-        at = (at[:, None, :] + steps[None, :, :]).reshape(-1, 2)
-    return np.column_stack([at, np.full(len(at), length, dtype=np.int64)])
-
-
-def _same_runs(a: _Runs, b: _Runs) -> bool:
-    return bool(np.array_equal(a, b))
 
 
 # --- all ranks --------------------------------------------------------------------------------------------------------
@@ -284,7 +181,7 @@ def _distinct(held: Mapping[_Shard, int]) -> list[tuple[_Shard, int]]:
     """The different shards and on how many ranks each is, where ranks may cut the same one differently."""
     found: dict[bytes, tuple[_Shard, int]] = {}
     for shard, ranks in held.items():
-        form = _runs([_Move.still(box) for box in shard]).tobytes()
+        form = runs([Move.still(box) for box in shard]).tobytes()
         first, earlier = found.get(form, (shard, 0))
         found[form] = first, earlier + ranks
     return list(found.values())

@@ -120,7 +120,7 @@ def test_what_overlaps_is_not_counted() -> None:
     layout = SMALL["qwen3"].rules(0)
     boxes = shares_module.boxes_by_source(layout)
     name = "model.norm.weight"
-    shifted = {**boxes, name: [[1, (39,), (1,)]]}
+    shifted = {**boxes, name: [[1, [39], [1]]]}
     assert name in shares_module.ownership(layout, [boxes, boxes], 0).counted
     assert name not in shares_module.ownership(layout, [boxes, shifted], 0).counted
     assert name not in shares_module.ownership(layout, [boxes, boxes], 0, excluded=[name]).counted

@@ -78,4 +78,4 @@ def test_writing_experts_as_loaded_is_caught(zygote: Host, tmp_path: Path) -> No
         host.call("dump", directory=str(tmp_path / "found"))
     dumps = [judge.read_dumps(tmp_path / name) for name in ("truth", "found")]
     experts = [f"model.layers.{layer}.mlp.experts.routed_experts.{w}_weight" for layer in (0, 2) for w in ("w13", "w2")]
-    assert [finding.parameter for finding in judge.compare("qwen3-moe", *dumps)] == experts
+    assert [finding.tensor for finding in judge.compare("qwen3-moe", *dumps)] == experts

@@ -53,7 +53,7 @@ def test_one_bit_is_found_and_named(tmp_path: Path) -> None:
         model.embed.view(torch.int16)[4, 1] ^= 1
     (finding,) = judge.compare("m", dump(Model(), tmp_path / "a"), dump(model, tmp_path / "b"))
     bits = int(Model().embed.detach().view(torch.int16)[4, 1]) & 0xFFFF
-    text = f"m rank 0 embed at [4, 1]: expected 0x{bits:04x}, found 0x{bits ^ 1:04x} (1 elements differ)"
+    text = f"m: rank 0 embed at [4, 1]: expected 0x{bits:04x}, found 0x{bits ^ 1:04x} (1 elements differ, torch.bfloat16)"
     assert str(finding) == text
 
 
@@ -74,12 +74,12 @@ def test_shape_of_the_model_is_compared_too(change: Callable[[Model], None], nam
     model = Model()
     change(model)
     findings = judge.compare("m", dump(Model(), tmp_path / "a"), dump(model, tmp_path / "b"))
-    assert [(f.parameter, f.position) for f in findings] == [(name, None)]
+    assert [(f.tensor, f.position, f.rank, f.differing) for f in findings] == [(name, None, 0, None)]
 
 
 def test_a_missing_rank_is_a_finding(tmp_path: Path) -> None:
     findings = judge.compare("m", dump(Model(), tmp_path / "a", 2), dump(Model(), tmp_path / "b"))
-    assert [str(f) for f in findings] == ["m rank -1 ranks: expected [0, 1], found [0]"]
+    assert [str(f) for f in findings] == ["m: ranks: expected [0, 1], found [0]"]
 
 
 def test_an_empty_truth_proves_nothing(tmp_path: Path) -> None:

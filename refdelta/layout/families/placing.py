@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from refdelta.codec.state import TensorInfo
-from refdelta.layout.boxes import Box
+from refdelta.layout.boxes import Box, box_of_ranges
 from refdelta.layout.families.common import Ends, Range, Ranks, Row, Table, refuse
 from refdelta.layout.map import LayoutMap, Region
 from refdelta.layout.reasons import OTHER_RANKS, ROTARY
@@ -119,7 +118,7 @@ class _Stack:
     def regions(self) -> Iterator[Region]:
         for placed in self.placed:
             if all(first < stop for first, stop in placed.taken):
-                taken, at = _box(placed.tensor, placed.taken), _box(self.shape, placed.at)
+                taken, at = box_of_ranges(placed.tensor, placed.taken), box_of_ranges(self.shape, placed.at)
                 if placed.row.expert is not None:
                     taken, at = _inner(taken), _inner(at)
                 yield Region(placed.row.source, taken, self.param, at)
@@ -128,7 +127,7 @@ class _Stack:
         for placed in self.placed:
             if placed.at != placed.room:
                 (_, filled), (_, stop) = placed.at[0], placed.room[0]
-                yield _box(self.shape, ((filled, stop), *placed.room[1:]))
+                yield box_of_ranges(self.shape, ((filled, stop), *placed.room[1:]))
 
 
 def _place(rows: Sequence[Row], ranks: Ranks) -> Iterator[_Placed]:
@@ -185,13 +184,6 @@ def _take(shape: tuple[int, ...], row: Row, ranks: Ranks) -> tuple[tuple[Range, 
 
 def _below(top: int, sizes: Sequence[int]) -> tuple[Range, ...]:
     return tuple((top, top + size) if axis == 0 else (0, size) for axis, size in enumerate(sizes))
-
-
-def _box(shape: Sequence[int], ranges: Sequence[Range]) -> Box:
-    """The box of a row-major tensor that these ranges along its axes cut out."""
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    offset = sum(first * stride for (first, _), stride in zip(ranges, strides, strict=True))
-    return Box(offset, tuple(stop - first for first, stop in ranges), tuple(strides))
 
 
 def _inner(box: Box) -> Box:

@@ -24,7 +24,7 @@ from refdelta.codec import bits
 from refdelta.codec.composition import compose, join
 from refdelta.codec.state import TensorInfo
 from refdelta.files.reading import read_delta
-from refdelta.layout.boxes import Box
+from refdelta.layout.boxes import positions_at
 from refdelta.layout.map import LayoutMap, Region
 from refdelta.layout.reasons import OTHER_RANKS
 from refdelta.spec import DTYPE_CODES, Delta, DeltaError, Reason, TensorPatch
@@ -286,7 +286,7 @@ class _Live:
         at = bits.differing(held, region.source_box.view(expected).to(held.device)).cpu()
         if not len(at):
             return _Compared(held.numel())
-        positions = _in_source(region.source_box, at)
+        positions = positions_at(region.source_box, at)
         chosen = int(positions.argmin())
         first = _difference(region.param, int(positions[chosen]), expected, held.flatten()[at[chosen]])
         return _Compared(held.numel(), len(at), int(positions[chosen]), first)
@@ -357,15 +357,6 @@ def _difference(param: str, position: int, expected: Tensor, found: Tensor) -> D
         rest, axis = divmod(rest, size)
         index.append(axis)
     return Difference(tuple(reversed(index)), param, _hex(wanted), _hex(found))
-
-
-def _in_source(box: Box, indices: Tensor) -> Tensor:
-    """[n] flat positions in the checkpoint tensor of a box's elements, given by their numbers in row-major order."""
-    rest, positions = indices, torch.full_like(indices, box.offset)
-    for size, stride in zip(reversed(box.shape), reversed(box.strides), strict=True):
-        positions += rest.remainder(size) * stride
-        rest = rest.div(size, rounding_mode="floor")
-    return positions
 
 
 def _nonzero(padding: Tensor) -> int:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from refdelta.codec.state import TensorInfo
-from refdelta.layout.boxes import Box, uncovered_elements
+from refdelta.layout.boxes import Box, box_from_json, box_to_json, uncovered_elements
 from refdelta.spec import DTYPE_CODES, DTYPES, DeltaError, Reason
 
 __all__ = ["METHOD", "AuditReport", "Difference", "Outcome", "RankAudit", "TensorAudit"]
@@ -68,7 +68,7 @@ class TensorAudit:
             "differing": self.differing,
             "first": first and [list(first.position), first.param, first.expected, first.found],
             "reason": self.reason,
-            "boxes": [[box.offset, list(box.shape), list(box.strides)] for box in self.boxes],
+            "boxes": [box_to_json(box) for box in self.boxes],
         }
 
     @classmethod
@@ -82,7 +82,7 @@ class TensorAudit:
             int(plain["differing"]),
             first and Difference(tuple(first[0]), *map(str, first[1:])),
             plain["reason"],
-            tuple(Box(offset, tuple(shape), tuple(strides)) for offset, shape, strides in plain["boxes"]),
+            tuple(map(box_from_json, plain["boxes"])),
         )
 
 

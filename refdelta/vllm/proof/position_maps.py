@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from refdelta.codec import bits
-from refdelta.layout.boxes import Box
+from refdelta.layout.boxes import Box, positions
 
-__all__ = ["PositionMap", "live_elements", "positions"]
+__all__ = ["PositionMap", "live_elements"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +99,10 @@ class PositionMap:
         Raises ValueError where elements would stand outside, or two at one position.
         """
         free = torch.ones(numel, dtype=torch.bool)
-        for positions in self._slices():
-            if int(positions.min()) < 0 or int(positions.max()) >= numel:
+        for taken in self._slices():
+            if int(taken.min()) < 0 or int(taken.max()) >= numel:
                 raise ValueError(f"its elements would stand outside the {numel} that the engine holds")
-            free[positions] = False
+            free[taken] = False
         if numel - int(free.sum()) != self.numel:
             raise ValueError("two of its elements would stand at one position")
         return free.nonzero().flatten()
@@ -130,11 +130,3 @@ def live_elements(param: Tensor, box: Box, position_map: PositionMap | None) -> 
 
 def _compact(table: Tensor) -> Tensor:
     return table.to(torch.int32) if not len(table) or int(table.abs().max()) < 2**31 else table
-
-
-def positions(box: Box) -> Tensor:
-    """The positions of a box's elements, in row-major order."""
-    positions = torch.tensor([box.offset])
-    for size, stride in zip(box.shape, box.strides, strict=True):
-        positions = (positions.unsqueeze(-1) + torch.arange(size) * stride).flatten()
-    return positions

@@ -22,9 +22,9 @@ from refdelta.codec import bits
 from refdelta.codec import digests as digest
 from refdelta.codec.encoding import check_comparable
 from refdelta.files.opening import exists
+from refdelta.layout.boxes import positions
 from refdelta.layout.map import Region
 from refdelta.spec import DELTA_FILE, METADATA_FILE, DeltaError, Reason
-from refdelta.vllm.proof.position_maps import positions
 from refdelta.vllm.update.block_digests import BlockDigests, header_sum
 from refdelta.vllm.update.ledger import Ledger
 from refdelta.vllm.update.proven_layout import ProvenLayout

@@ -10,16 +10,27 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from refdelta.codec import digests as digest
 from refdelta.codec.state import TensorInfo
-from refdelta.layout.boxes import Box, uncovered_elements
+from refdelta.layout.boxes import (
+    Box,
+    box_from_json,
+    box_to_json,
+    canonical,
+    is_run,
+    outermost_axis,
+    outermost_first,
+    positions,
+    slice_axis,
+    uncovered_elements,
+)
 from refdelta.layout.map import LayoutMap, Region
-from refdelta.vllm.proof.position_maps import PositionMap, live_elements, positions
+from refdelta.vllm.proof.position_maps import PositionMap, live_elements
 
 __all__ = [
     "BLOCK",
@@ -37,8 +48,8 @@ __all__ = [
 BLOCK: Final = 1 << 18
 """Elements of a block at most, where a row has no more."""
 
-Boxes = Mapping[str, Sequence[Sequence[Any]]]
-"""Checkpoint tensor -> offset, shape and strides of each of its boxes on one rank; what JSON carries."""
+Boxes = Mapping[str, Sequence[Sequence[object]]]
+"""Checkpoint tensor -> each of its boxes on one rank, as `box_to_json` gives them."""
 
 
 def counted_regions(layout: LayoutMap) -> tuple[Region, ...]:
@@ -51,20 +62,8 @@ def boxes_by_source(layout: LayoutMap) -> dict[str, list[list[object]]]:
     """What the other ranks need to know of this one's layout."""
     boxes: dict[str, list[list[object]]] = {}
     for region in counted_regions(layout):
-        box = _canonical(region.source_box)
-        boxes.setdefault(region.source, []).append([box.offset, box.shape, box.strides])
+        boxes.setdefault(region.source, []).append(box_to_json(canonical(region.source_box)))
     return boxes
-
-
-def _canonical(box: Box) -> Box:
-    """The same positions with the axes outermost first, single ones left out and neighbours merged."""
-    axes = sorted(((s, n) for n, s in zip(box.shape, box.strides, strict=True) if n != 1), reverse=True)
-    merged: list[tuple[int, int]] = []
-    for stride, size in axes:
-        if merged and merged[-1][0] == stride * size:
-            stride, size = stride, size * merged.pop()[1]
-        merged.append((stride, size))
-    return Box(box.offset, tuple(n for _, n in merged), tuple(s for s, _ in merged))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ def ownership(layout: LayoutMap, by_rank: Sequence[Boxes], rank: int, excluded: 
     for other, boxes in enumerate(by_rank):
         for source, found in boxes.items():
             for number, box in enumerate(found):
-                holders.setdefault((source, _box(box)), []).append((other, number))
+                holders.setdefault((source, box_from_json(box)), []).append((other, number))
     distinct: dict[str, list[Box]] = {}
     for source, held in holders:
         distinct.setdefault(source, []).append(held)
@@ -100,7 +99,7 @@ def ownership(layout: LayoutMap, by_rank: Sequence[Boxes], rank: int, excluded: 
     owned, replicated, numbers = [], [], dict[str, int]()
     for region in counted_regions(layout):
         number = numbers[region.source] = numbers.get(region.source, -1) + 1
-        holding = holders[region.source, _canonical(region.source_box)]
+        holding = holders[region.source, canonical(region.source_box)]
         owned.append(region.source in counted and holding[0] == (rank, number))
         replicated.append(len(holding) > 1)
     return Ownership(counted, tuple(owned), tuple(replicated))
@@ -110,15 +109,10 @@ def elements_on_no_rank(sources: Mapping[str, TensorInfo], by_rank: Sequence[Box
     """Tensors of which some elements are on no rank although others are: a delta could be lost there in silence."""
     found: dict[str, str] = {}
     for name, info in sources.items():
-        boxes = {_box(box) for held in by_rank for box in held.get(name, [])}
+        boxes = {box_from_json(box) for held in by_rank for box in held.get(name, [])}
         if boxes and (missing := uncovered_elements(info, sorted(boxes, key=lambda box: box.offset))):
             found[name] = f"{missing} of its {info.numel} elements are on no rank"
     return found
-
-
-def _box(value: Sequence[Any]) -> Box:
-    offset, shape, strides = value
-    return Box(offset, tuple(shape), tuple(strides))
 
 
 def _partition(info: TensorInfo, boxes: list[Box]) -> bool:
@@ -173,7 +167,7 @@ class BlockDigests:
     def block_of(self, number: int, indices: Tensor) -> Tensor:
         """[n] int64: the blocks of positions ([n] I64 in the checkpoint tensor) that lie in region ``number``."""
         box = self._regions[number].source_box
-        axis = _outermost(box)
+        axis = outermost_axis(box)
         if axis is None:
             return torch.full_like(indices, self.first[number])
         row = (indices - box.offset).div(box.strides[axis], rounding_mode="floor")
@@ -192,7 +186,7 @@ class BlockDigests:
     def measured_in(self, number: int, values: Tensor) -> Tensor:
         """[blocks of region ``number``] int64: their digests where the region held ``values`` (of its box's shape)."""
         blocks = self.blocks[self.first[number] : self.first[number + 1]]
-        axis = _outermost(self._regions[number].source_box)
+        axis = outermost_axis(self._regions[number].source_box)
         pieces = [values if axis is None else values[(slice(None),) * axis + (slice(*b.rows),)] for b in blocks]
         found = [self._digest(b, piece) for b, piece in zip(blocks, pieces, strict=True)]
         return torch.tensor(found, dtype=torch.int64)
@@ -220,9 +214,9 @@ class BlockDigests:
         found: dict[str, int] = {}
         for number, region in enumerate(self._regions):
             if self.ownership.replicated[number]:
-                box = _canonical(region.source_box)
+                box = box_to_json(canonical(region.source_box))
                 total = int(values[self.first[number] : self.first[number + 1]].sum()) % (1 << 64)
-                found[f"{region.source} {box.offset} {box.shape} {box.strides}"] = total
+                found[f"{region.source} {box}"] = total
         return found
 
     def with_values(self, values: Tensor) -> BlockDigests:
@@ -285,53 +279,31 @@ class BlockDigests:
     def _digest(self, block: Block, values: Tensor) -> int:
         """Signed, as torch holds it."""
         info = self.layout.sources[block.source]
-        name, box = block.source, _canonical(block.source_box)
-        if _is_run(box):
-            share = digest.run_digest(name, info.dtype, info.shape, box.offset, _in_order(block.source_box, values))
+        name, box = block.source, block.source_box
+        if is_run(box):
+            in_order = values.permute(outermost_first(box))
+            share = digest.run_digest(name, info.dtype, info.shape, box.offset, in_order)
         else:
-            at = positions(block.source_box)
-            share = digest.positions_digest(name, info.dtype, info.shape, at, values.reshape(-1))
+            share = digest.positions_digest(name, info.dtype, info.shape, positions(box), values.reshape(-1))
         total = digest.parse(share)
         return total - (1 << 64) if total >= 1 << 63 else total
 
 
-def _is_run(box: Box) -> bool:
-    """Whether a canonical box is one run of neighbours."""
-    return len(box.shape) == 0 or (len(box.shape) == 1 and box.strides[0] == 1)
-
-
-def _in_order(box: Box, values: Tensor) -> Tensor:
-    """``values``, of the box's shape, with the axes outermost first in the checkpoint tensor."""
-    order = sorted(range(len(box.shape)), key=lambda axis: -box.strides[axis])
-    return values.permute(order)
-
-
-def _outermost(box: Box) -> int | None:
-    """The axis of more than one element with the largest stride in the checkpoint tensor."""
-    axes = [axis for axis, size in enumerate(box.shape) if size > 1]
-    return max(axes, key=lambda axis: box.strides[axis]) if axes else None
-
-
 def _rows_of_a_block(box: Box) -> int:
-    axis = _outermost(box)
+    axis = outermost_axis(box)
     return 1 if axis is None or not box.numel else max(1, BLOCK // (box.numel // box.shape[axis]))
 
 
 def _cut(number: int, region: Region, step: int) -> Iterator[Block]:
-    axis, name, param = _outermost(region.source_box), region.source, region.param
+    axis, name, param = outermost_axis(region.source_box), region.source, region.param
     if axis is None or not region.numel:
         yield Block(number, (0, 1), name, region.source_box, param, region.param_box)
         return
     size = region.source_box.shape[axis]
     for start, end in pairwise([*range(0, size, step), size]):
-        boxes = (_slice(box, axis, start, end) for box in (region.source_box, region.param_box))
+        boxes = (slice_axis(box, axis, start, end) for box in (region.source_box, region.param_box))
         source_box, param_box = boxes
         yield Block(number, (start, end), name, source_box, param, param_box)
-
-
-def _slice(box: Box, axis: int, start: int, end: int) -> Box:
-    shape = (*box.shape[:axis], end - start, *box.shape[axis + 1 :])
-    return Box(box.offset + start * box.strides[axis], shape, box.strides)
 
 
 def header_sum(name: str, info: TensorInfo) -> int:
