@@ -283,9 +283,10 @@ def test_options_in_the_readme_exist() -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that GitHub gives to the headings of a Markdown text."""
+    """The anchors that GitHub gives to the headings of a Markdown text, and those that it sets itself."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    own = set(re.findall(r'<a id="([^"]+)"', text))
+    return own | {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 DOCUMENTS = [
