@@ -1,8 +1,9 @@
 """What an engine may say that it passed: levels, each a set of tests, some on top of others.
 
-A test belongs to the levels that ``@pytest.mark.level("applier", "writer")`` names, else to those of its check. A
-level is passed when every one of its tests passed, but for those that need a capability which it does not ask for,
-and when the levels below it are passed. A test that is expected to fail (`--xfails-file`) fails its level.
+A test belongs to the levels that ``@pytest.mark.level("applier", "writer")`` names, else to those of its check
+(`driving.checks`). A level is passed when every one of its tests passed, but for those that need a capability which it
+does not ask for, and when the levels below it are passed. A test that is expected to fail (`--xfails-file`) fails its
+level.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
+
+from conformance.driving.checks import CHECKS
 
 PASSED, FAILED, DECLINED, NOT_RUN, NOT_JUDGED = "passed", "failed", "declined", "not run", "not judged"
 
@@ -55,33 +58,19 @@ LEVELS = (
 )
 BY_ID: Mapping[str, Level] = {level.id: level for level in LEVELS}
 
-OF_CHECK: Mapping[str, tuple[str, ...]] = {
-    "bit_exact": ("codec",),
-    "idempotent": ("applier",),
-    "refuses": ("reader",),
-    "declines": ("reader", "writer"),
-    **dict.fromkeys(("minimal", "deterministic", "density_bound", "counted"), ("writer",)),
-    "canonical": ("canonical",),
-    **dict.fromkeys(("composes", "inverts"), ("versioned",)),
-    "routes": ("router",),
-    **dict.fromkeys(("base", "every_tensor", "chain_of_three", "twice", "empty", "declined", "restarted"), ("live",)),
-    **dict.fromkeys(("first_element", "last_element", "shard_boundaries", "special_values", "behaviour"), ("live",)),
-    **dict.fromkeys(("malformed_second", "unknown_name", "wrong_shape"), ("transactional",)),
-    **dict.fromkeys(("one_rank_fails", "separate_tied"), ("transactional",)),
-    "versions": ("transactional",),
-    "server": ("served",),
-}
-"""Levels of the tests of a check."""
-
 
 def levels_of(item: pytest.Item, check: str | None) -> tuple[str, ...]:
     """The levels that a test belongs to; UsageError for a name that is not a level."""
     marker = item.get_closest_marker("level")
-    names = tuple(map(str, marker.args)) if marker else OF_CHECK.get(check or "", ())
+    names = tuple(map(str, marker.args)) if marker else _of_check(check)
     unknown = [name for name in names if name not in BY_ID]
     if unknown:
         raise pytest.UsageError(f"{item.nodeid} names no level: {unknown[0]!r}; levels are {', '.join(BY_ID)}.")
     return names
+
+
+def _of_check(check: str | None) -> tuple[str, ...]:
+    return CHECKS[check].levels if check is not None and check in CHECKS else ()
 
 
 def closure(names: Iterable[str]) -> set[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.driving.checks import LIVE_CHECKS
 from conformance.findings import InfrastructureFailed
 from conformance.inputs import checkpoints
 from conformance.inputs.checkpoints import State
@@ -25,7 +26,6 @@ from conformance.mutants.cells import KILLED, PASSED, SKIPPED, Cell, Judged
 from conformance.mutants.live import ROWS
 from conformance.mutants.registry import LIVE, Mutant, mutants
 from conformance.mutants.report import UNBROKEN
-from conformance.suite import matrix
 
 Check = Callable[[Row], None]
 
@@ -102,7 +102,7 @@ def _check_of(function: object, module: object) -> str:
     marks = [*getattr(function, "pytestmark", []), *(whole if isinstance(whole, list) else [whole])]
     names = [str(mark.args[0]) for mark in marks if getattr(mark, "name", "") == "check"]
     assert names, f"{function} names no check"
-    assert names[0] in matrix.LIVE_CHECKS, names
+    assert names[0] in LIVE_CHECKS, names
     return names[0]
 
 

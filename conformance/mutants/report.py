@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from conformance.driving.checks import CHECKS, CODEC_CHECKS, LIVE_CHECKS
 from conformance.mutants import ci
 from conformance.mutants.cells import Cell, Cells, Judged, killed_by, to_json
-from conformance.mutants.checks import NEVER_ALONE, NOT_RUN
 from conformance.mutants.loaders import EDITS
 from conformance.mutants.registry import CODEC, EXAMPLES, FAULTS, LIVE, OWN, SEEDS, Mutant, mutants
-from conformance.suite import matrix
 
 UNBROKEN = "unbroken"
 """The live engine without a mutant, in the results."""
@@ -84,8 +83,8 @@ def is_named(mutant: Mutant, test: str, cell: Cell) -> bool:
 
 def checks_of(run: str) -> dict[str, str]:
     """The columns of a matrix: check -> statement."""
-    known = matrix.CODEC_CHECKS if run == CODEC else matrix.LIVE_CHECKS
-    return {check: text for check, text in known.items() if check not in NOT_RUN}
+    known = CODEC_CHECKS if run == CODEC else LIVE_CHECKS
+    return {check.id: check.statement for check in known.values() if not check.not_run}
 
 
 def signatures(result: Result, wanted: Iterable[Mutant]) -> dict[frozenset[str], list[Mutant]]:
@@ -174,9 +173,9 @@ def _checks(result: Result, own: Sequence[Mutant], run: str) -> str:
     lines = [_row(["check", "kills", "alone", "kept although it never kills alone, because"]), _row(["---"] * 4)]
     for check in checks_of(run):
         count, only = sum(check in killed for killed in kills), len(single.get(check, ()))
-        lines.append(_row([f"`{check}`", str(count), str(only), "" if only else NEVER_ALONE.get(check, "")]))
+        lines.append(_row([f"`{check}`", str(count), str(only), "" if only else CHECKS[check].never_alone]))
     if run == LIVE:
-        lines += ["", *(f"`{check}` has no column: {why}." for check, why in NOT_RUN.items())]
+        lines += ["", *(f"`{c.id}` has no column: {c.not_run}." for c in LIVE_CHECKS.values() if c.not_run)]
     return "\n".join(lines)
 
 

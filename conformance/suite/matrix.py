@@ -3,7 +3,7 @@
 For writers of tests:
 
 - ``@pytest.mark.check("bit_exact")`` on every test under ``conformance/`` (a module's ``pytestmark`` is fine): the
-  check that the test is part of. A test without it is a usage error.
+  check of `driving.checks` that the test is part of. A test without it is a usage error.
 - ``@pytest.mark.row("qwen3-tied tp=1")``, usually as ``pytest.param(..., marks=pytest.mark.row(...))``: the column
   that the outcome lands in. A test that learns it only while it runs calls ``set_row(request.node, "...")``. Without
   either, the column is the engine's name.
@@ -24,46 +24,6 @@ from importlib import metadata
 import pytest
 
 from conformance.suite.results import skip_reason
-
-CODEC_CHECKS = {
-    "bit_exact": "applying encode(a, b) to a gives b, bit for bit",
-    "idempotent": "applying a delta twice equals applying it once",
-    "minimal": "exactly the positions whose bits differ; unchanged tensors absent",
-    "deterministic": "the same two states give byte-identical payloads",
-    "canonical": "the payload's bytes are those that the format prescribes",
-    "density_bound": "payload bytes = changed * (index size + value size); bounded header",
-    "counted": "the metadata's counts equal what the payload holds",
-    "composes": "a composed delta equals its parts applied in order",
-    "inverts": "the inverse restores the state that apply saw, bit for bit",
-    "routes": "routing a patch and writing equals writing and laying out, on every rank",
-    "refuses": "a malformed or misplaced delta is refused; the state stays bit for bit",
-    "declines": "what is not offered is refused with nothing changed, or done right; never wrong in silence",
-}
-"""The codec's invariants: id -> statement. Always shown for a codec, run or not."""
-
-LIVE_CHECKS = {
-    "base": "before any delta the engine equals a fresh one and reads its live weights",
-    "every_tensor": "one delta that touches every tensor of the checkpoint",
-    "chain_of_three": "three deltas, one after the other",
-    "twice": "the same delta twice leaves what it left once",
-    "empty": "a delta without tensors is a version like any other",
-    "first_element": "the first element of every tensor",
-    "last_element": "the last element of every tensor",
-    "shard_boundaries": "both sides of every cut between ranks",
-    "special_values": "zeros, subnormals, infinities, NaNs, each replaced by its neighbour",
-    "behaviour": "changes that move a fresh engine's log-probabilities move these alike",
-    "restarted": "a second engine that finds the first one's kernels on disk reads its own weights",
-    "declined": "what the backend does not offer it refuses with nothing changed, or does right",
-    "malformed_second": "a fault in the second tensor: nothing of the first is written",
-    "unknown_name": "names that the checkpoint lacks are refused",
-    "wrong_shape": "shapes that the checkpoint lacks are refused",
-    "one_rank_fails": "one rank must refuse, and no rank writes",
-    "separate_tied": "tied tensors are not separated",
-    "versions": "what a delta's lineage states is held against what the engine holds; versions, parts, anchors",
-    "server": "the same behind the routes of an HTTP server",
-}
-"""The checks of live engines: id -> statement."""
-STATEMENTS = CODEC_CHECKS | LIVE_CHECKS
 
 CODEC_PROVES = (
     "A pass proves that this engine writes and reads deltas as the suite's own restatement of the format does, for the"

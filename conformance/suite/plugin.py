@@ -23,6 +23,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import InvalidArgument
 
 from conformance.driving import levels, xfails
+from conformance.driving.checks import CODEC_CHECKS
 from conformance.driving.codec import skip_for
 from conformance.driving.options import GATE, Options, add_options, options_of
 from conformance.engines import capabilities, interrupts
@@ -93,7 +94,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if run.kind == capabilities.PROGRAM and not config.getoption("--hypothesis-profile", None):
         settings.load_profile("program")
     if run.codec:
-        for check in matrix.CODEC_CHECKS:
+        for check in CODEC_CHECKS:
             run.matrix.expect(check, run.name)
     config.pluginmanager.register(_Reporter(run), "conformance.reporter")
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 
+from conformance.driving.checks import CHECKS
 from conformance.driving.options import UPDATE_INFO
 from conformance.engines import capabilities
 from conformance.findings import shown
@@ -150,7 +151,8 @@ def _check(run: Run, check: str) -> dict[str, Any]:
         word = found.word if found else "-"
         counts = (found.passed, found.failed, found.skipped) if found else (0, 0, 0)
         cells[row] = dict(zip(("word", "passed", "failed", "skipped"), (word, *counts), strict=True))
-    return {"id": check, "statement": matrix.STATEMENTS.get(check, ""), "cells": cells}
+    statement = CHECKS[check].statement if check in CHECKS else ""
+    return {"id": check, "statement": statement, "cells": cells}
 
 
 def _test(run: Run, result: Result, command: str) -> dict[str, Any]:

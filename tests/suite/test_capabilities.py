@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 from conformance.driving import levels
+from conformance.driving.checks import CHECKS, CODEC_CHECKS, LIVE_CHECKS
 from conformance.driving.levels import DECLINED, FAILED, LEVELS, NOT_RUN, PASSED, judge
 from conformance.engines import capabilities
 from conformance.engines import codecs as engines
 from conformance.engines.capabilities import CODEC, KINDS, LIVE, PROGRAM, UnknownCapability
 from conformance.inputs.strategies import _CODES_OF
-from conformance.suite.matrix import CODEC_CHECKS, LIVE_CHECKS
 from tests.suite.runs import CONFORMANCE
 
 
@@ -77,12 +78,24 @@ def test_dtypes_of_capabilities() -> None:
 
 
 def test_every_check_belongs_to_a_level() -> None:
-    assert levels.OF_CHECK.keys() == CODEC_CHECKS.keys() | LIVE_CHECKS.keys()
-    named = {name for names in levels.OF_CHECK.values() for name in names}
+    named = {name for check in CHECKS.values() for name in check.levels}
     assert named | {"applier"} == levels.BY_ID.keys()
+    for checks, live in ((CODEC_CHECKS, False), (LIVE_CHECKS, True)):
+        assert all(check.levels for check in checks.values())
+        assert {levels.BY_ID[name].live for check in checks.values() for name in check.levels} == {live}
     for level in LEVELS:
         assert all(levels.BY_ID[name].live == level.live for name in level.on)
         assert level.needs <= capabilities.of_kind(LIVE if level.live else CODEC).keys()
+
+
+def test_the_table_has_the_checks_of_the_chapters_and_no_others() -> None:
+    """A check without a test would be a promise that nothing is held to; one without an entry has no level."""
+    marked = {True: set[str](), False: set[str]()}
+    for chapter in sorted(CONFORMANCE.glob("test_*.py")):
+        found = re.findall(r"""\bmark\.check\("(\w+)"\)""", chapter.read_text())
+        assert found, chapter
+        marked[chapter.name.startswith("test_live")].update(found)
+    assert marked == {True: LIVE_CHECKS.keys(), False: CODEC_CHECKS.keys()}
 
 
 ALL_PASS = {level.id: ["passed", "skipped"] for level in LEVELS}

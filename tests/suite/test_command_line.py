@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from conformance.driving.checks import CODEC_CHECKS
 from conformance.driving.options import Options
 from conformance.engines.codecs import BadEngine
 from conformance.inputs import checkpoints
@@ -304,7 +305,7 @@ def test_collecting_imports_no_plugin(tmp_path: Path) -> None:
 def test_codec_run(outcomes: dict[object, Outcome]) -> None:
     outcome = outcomes["codec"]
     assert outcome.code == pytest.ExitCode.TESTS_FAILED
-    expected = dict.fromkeys(matrix.CODEC_CHECKS, "-")
+    expected = dict.fromkeys(CODEC_CHECKS, "-")
     assert outcome.words() == expected | {"bit_exact": "pass", "inverts": "skip", "minimal": "FAIL", "counted": "FAIL"}
     assert "skip inverts [little]: the engine does not declare the capability 'inverts': invert(delta" in outcome.text
     assert "5 live tests deselected: they need --engine vllm" in outcome.text
@@ -370,7 +371,7 @@ def test_expected_failures_are_said(outcomes: dict[object, Outcome]) -> None:
 
 def test_selecting_a_level(outcomes: dict[object, Outcome]) -> None:
     """`minimal` is of writers, `refuses` of readers."""
-    assert outcomes["level"].words() == dict.fromkeys(matrix.CODEC_CHECKS, "-") | {"minimal": "infra"}
+    assert outcomes["level"].words() == dict.fromkeys(CODEC_CHECKS, "-") | {"minimal": "infra"}
     assert "3 of 4 tests did not run" in outcomes["level"].text
 
 

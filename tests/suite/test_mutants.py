@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from conformance.driving.checks import CHECKS, CODEC_CHECKS
 from conformance.mutants import ci, report
 from conformance.mutants.beside import beside
 from conformance.mutants.cells import Cell, Judged
-from conformance.mutants.checks import NEVER_ALONE, NOT_RUN
 from conformance.mutants.codec_run import methods_of
+from conformance.mutants.live import ROWS
 from conformance.mutants.readers import SwallowsErrors
 from conformance.mutants.registry import CODEC, LIVE, OWN, RUNS, mutants
 from conformance.mutants.report import Result
 from conformance.mutants.right import Plain
-from conformance.suite import matrix
 from tests.suite.runs import CONFORMANCE, QUIET, REPOSITORY, command, run
 
 ALL = mutants()
@@ -54,7 +54,7 @@ def test_the_right_codec_passes(tmp_path: Path) -> None:
     few = "--hypothesis-profile=smoke"
     outcome = run(*QUIET, few, str(CONFORMANCE), "--engine", "conformance.mutants.right:Plain", cwd=tmp_path)
     assert outcome.code == pytest.ExitCode.OK, outcome.text[-3000:]
-    assert outcome.words().keys() == matrix.CODEC_CHECKS.keys()
+    assert outcome.words().keys() == CODEC_CHECKS.keys()
     assert set(outcome.words().values()) <= {"pass", "pass*"}, outcome.words()
     assert "does not declare the capability 'large'" in outcome.text
     assert not list(tmp_path.iterdir()), "the suite wrote into the working directory"
@@ -66,7 +66,7 @@ def test_there_are_mutants_of_every_part_and_of_every_check() -> None:
     assert kinds == {
         *("encoder", "applier", "reader", "history", "router", "publisher", "rank", "version", "client")
     }, kinds
-    assert {mutant.check for mutant in ALL if mutant.run == CODEC} == matrix.CODEC_CHECKS.keys()
+    assert {mutant.check for mutant in ALL if mutant.run == CODEC} == CODEC_CHECKS.keys()
     assert len({mutant.fault for mutant in ALL} - {None}) >= 30
 
 
@@ -77,7 +77,7 @@ def test_the_matrix_holds_every_mutant_and_every_check() -> None:
         cells = [cell for mutant in ALL if mutant.run == run_ for cell in STORED.cells[mutant.name].values()]
         ran = {cell.check for cell in cells if cell.ran}
         assert ran == report.checks_of(run_).keys()
-    assert NOT_RUN.keys() <= matrix.LIVE_CHECKS.keys()
+    assert {check for checks in ROWS.values() for check in checks} <= report.checks_of(LIVE).keys()
 
 
 def test_nothing_survives_in_the_matrix() -> None:
@@ -91,8 +91,7 @@ def test_checks_that_never_kill_alone_are_justified() -> None:
     for run_ in (CODEC, LIVE):
         single = report.alone(STORED, [mutant for mutant in ALL if mutant.run == run_])
         never = report.checks_of(run_).keys() - single.keys()
-        assert never == NEVER_ALONE.keys() & report.checks_of(run_).keys()
-    assert all(NEVER_ALONE.values())
+        assert never == {check for check in report.checks_of(run_) if CHECKS[check].never_alone}
 
 
 def test_the_document_is_made_of_the_matrix() -> None:

@@ -14,10 +14,11 @@ from urllib.parse import unquote
 import jsonschema
 import pytest
 
+from conformance.driving.checks import CODEC_CHECKS
 from conformance.engines import capabilities
 from conformance.findings import EngineFailed, Finding, InfrastructureFailed, Mismatch, findings_of, is_infrastructure
 from conformance.suite import report
-from conformance.suite.matrix import CODEC_CHECKS, CODEC_PROVES
+from conformance.suite.matrix import CODEC_PROVES
 from tests.suite.runs import CONFORMANCE, QUIET, run_all
 
 RUNS = {
