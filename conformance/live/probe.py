@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,20 @@ class Probe:
     def probe_echo(self, nonce: str) -> tuple[int, str]:
         """Answer (rank, nonce): a stale reply in the RPC channel would carry an older nonce."""
         return self.rank, nonce
+
+    def probe_slow_down(self, seconds: float) -> None:
+        """From now on let each step of this rank take ``seconds`` longer, asleep; 0 for none.
+
+        A tiny engine makes a thousand tokens in a second: what is to come while a request runs would come too late.
+        """
+        runner = self.model_runner
+        step = type(runner).execute_model.__get__(runner)
+
+        def slowly(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(seconds)
+            return step(*args, **kwargs)
+
+        runner.execute_model = slowly if seconds else step
 
     def probe_dump(self, directory: str) -> str:
         """Write every parameter and buffer of this rank to ``rank{N}.safetensors`` and ``.json``; return the former."""
