@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from .. import oracle
-from ..inputs.malformed import FAULTS
+from ..inputs.malformed import FAULTS, Fault
 from ..oracle import DELTA_FILE, METADATA_FILE, Draft, Patch, digests, draft, expected_patches, total_elements
 from .parts import (
     Corpus,
@@ -36,145 +36,12 @@ BASE: Mapping[str, Tensor] = {
 """The state of most vectors: none of its matrices is square."""
 TARGET = {name: t if name == "untouched" else flipped(t, [1, 2, 5]) for name, t in BASE.items()}
 
-GROUPS: Mapping[str, Mapping[str, str]] = {
-    "files": {
-        "directory_absent": "not_a_delta",
-        "metadata_absent": "not_a_delta",
-        "payload_absent": "not_a_delta",
-        "full_checkpoint": "not_a_delta",
-        "payload_empty": "bad_header",
-        "payload_cut_in_length": "bad_header",
-        "payload_cut_in_header": "bad_header",
-        "payload_cut_in_data": "bad_header",
-        "payload_bytes_after_the_end": "bad_header",
-    },
-    "header": {
-        "header_longer_than_file": "bad_header",
-        "header_length_negative": "bad_header",
-        "header_not_json": "bad_header",
-        "header_not_utf8": "bad_header",
-        "header_a_list": "bad_header",
-        "header_key_twice": "bad_header",
-        "header_offsets_overlap": "bad_header",
-        "header_offsets_beyond_the_file": "bad_header",
-        "header_offsets_reversed": "bad_header",
-        "header_offsets_negative": "bad_header",
-        "header_offsets_absent": "bad_header",
-        "header_shape_too_long": "bad_header",
-        "header_shape_wraps": "bad_header",
-        "header_shape_negative": "bad_header",
-        "header_dtype_unknown": "unsupported_dtype",
-        "header_gap_in_data": "bad_header",
-    },
-    "keys": {
-        "values_absent": "keys_mismatch",
-        "indices_absent": "keys_mismatch",
-        "key_extra": "keys_mismatch",
-        "key_of_a_layer_too_many": "keys_mismatch",
-        "key_with_leading_zero": "keys_mismatch",
-        "header_names_other_layers": "keys_mismatch",
-    },
-    "legacy": {
-        "legacy_packed": "legacy_layout",
-        "legacy_keyed_by_name": "legacy_layout",
-        "legacy_packed_without_version": "legacy_layout",
-        "legacy_fused_coordinates": "unknown_tensor",
-    },
-    "metadata": {
-        "metadata_empty": "bad_metadata",
-        "metadata_not_json": "bad_metadata",
-        "metadata_not_utf8": "bad_metadata",
-        "metadata_a_list": "bad_metadata",
-        "format_absent": "unsupported_format",
-        "format_other": "unsupported_format",
-        "format_version_absent": "unsupported_version",
-        "format_version_1": "unsupported_version",
-        "format_version_3": "unsupported_version",
-        "format_version_text": "unsupported_version",
-        "format_version_true": "unsupported_version",
-        "layer_names_absent": "bad_metadata",
-        "layer_shapes_absent": "bad_metadata",
-        "changed_elements_absent": "bad_metadata",
-        "total_elements_absent": "bad_metadata",
-        "density_pct_absent": "bad_metadata",
-        "layer_names_a_text": "bad_metadata",
-        "layer_shapes_an_object": "bad_metadata",
-        "shapes_fewer_than_names": "bad_metadata",
-        "total_a_text": "bad_metadata",
-        "changed_a_text": "bad_metadata",
-        "density_a_text": "bad_metadata",
-        "density_nan": "bad_metadata",
-    },
-    "counts": {
-        "total_zero": "count_mismatch",
-        "total_negative": "count_mismatch",
-        "changed_negative": "count_mismatch",
-        "density_above_100": "count_mismatch",
-        "changed_too_many": "count_mismatch",
-        "density_of_changed_tensors_only": "count_mismatch",
-        "changed_without_layers": "count_mismatch",
-    },
-    "names": {
-        "layer_name_a_number": "bad_name",
-        "layer_name_empty": "bad_name",
-        "layer_name_twice": "duplicate_name",
-    },
-    "shapes": {
-        "layer_shape_a_number": "bad_shape",
-        "layer_shape_negative": "bad_shape",
-        "layer_shape_of_texts": "bad_shape",
-        "layer_shape_fractional": "bad_shape",
-        "layer_shape_boolean": "bad_shape",
-        "layer_shape_wraps": "bad_shape",
-    },
-    "extensions": {
-        "requires_unknown": "unsupported_extension",
-        "requires_a_text": "bad_metadata",
-        "values_integer": "unsupported_dtype",
-    },
-    "indices": {
-        "index_order_swapped": "index_order",
-        "index_duplicate": "index_order",
-        "index_equals_size": "index_range",
-        "index_far_beyond": "index_range",
-        "index_wraps_32_bits": "index_range",
-        "index_negative": "index_range",
-        "index_far_negative": "index_range",
-        "indices_F32": "bad_indices",
-        "indices_I16": "bad_indices",
-        "indices_U32": "bad_indices",
-        "indices_2D": "bad_indices",
-    },
-    "values": {
-        "values_2D": "bad_values",
-        "values_too_few": "length_mismatch",
-        "values_too_many": "length_mismatch",
-    },
-    "state": {
-        "values_of_a_wider_dtype": "dtype_mismatch",
-        "values_of_another_dtype_as_wide": "dtype_mismatch",
-        "tensor_unknown": "unknown_tensor",
-        "tensor_name_in_other_case": "unknown_tensor",
-        "shape_transposed": "shape_mismatch",
-        "shape_flattened": "shape_mismatch",
-        "shape_with_an_axis_more": "shape_mismatch",
-    },
-}
-"""Feature -> fault of `conformance.inputs.malformed` -> its reason, the one that SPEC.md gives to it."""
-
-LEFT_OUT: Mapping[str, str] = {
-    "directory_empty": "version control keeps no empty directory",
-    "payload_is_a_directory": "version control keeps no empty directory",
-    "header_above_100_MB": "100 MB",
-}
-"""Faults that have no vector, and why; the suite makes them when it runs."""
-
 
 def fill(made: Corpus) -> None:
     """Add every invalid vector."""
-    for feature, faults in GROUPS.items():
-        for name, reason in faults.items():
-            _malformed(made, feature, name, reason)
+    for fault in FAULTS.values():
+        if not fault.no_vector:
+            _malformed(made, fault)
     for chapter in (_metadata, _header, _counts, _shapes, _sub_byte, _lineage, _compose, _large):
         chapter(made)
 
@@ -183,14 +50,14 @@ def _add(made: Corpus, path: str, why: str, reason: str, files: Mapping[str, byt
     made.add(f"invalid/{path}", why, {"base.safetensors": packed_state(BASE), **files}, reason=reason, **more)
 
 
-def _malformed(made: Corpus, feature: str, name: str, reason: str) -> None:
+def _malformed(made: Corpus, fault: Fault) -> None:
     """The delta of `BASE` with a fault in its second layer."""
-    fault = FAULTS[name]
-    why = " ".join((fault.make.__doc__ or name.replace("_", " ")).split())
+    why = " ".join((fault.make.__doc__ or fault.name.replace("_", " ")).split())
     with tempfile.TemporaryDirectory() as folder:
         delta = fault.write(Path(folder) / "delta", expected_patches(BASE, TARGET), total_elements(BASE))
         found = {path.name: path.read_bytes() for path in delta.iterdir()} if delta.exists() else {}
-    _add(made, f"{feature}/{name}", why, reason, {f"delta/{file}": content for file, content in found.items()})
+    files = {f"delta/{file}": content for file, content in found.items()}
+    _add(made, f"{fault.feature}/{fault.name}", why, fault.reason, files)
 
 
 def _changed(made: Corpus, path: str, why: str, reason: str, change: Callable[[Draft], object], **more: object) -> None:

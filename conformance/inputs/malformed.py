@@ -34,12 +34,23 @@ INDICES, VALUES = "1.indices", "1.values"
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One way to be malformed."""
+    """One way to be malformed, with all that is expected of whoever reads it. Golden vectors are made from this."""
 
     name: str
-    reasons: frozenset[str]
-    """The reason codes that describe it; several where it breaks several rules."""
+    feature: str
+    """The part of the format that it breaks; the folder of its golden vector."""
+    reason: str
+    """The reason code that SPEC.md gives to it, and its golden vector states."""
+    also: frozenset[str]
+    """Other reason codes that describe it, where it breaks several rules."""
     make: Make
+    no_vector: str = ""
+    """Why it has no golden vector, where it has none; the suite makes it when it runs."""
+
+    @property
+    def reasons(self) -> frozenset[str]:
+        """Every reason code that a refusal may carry."""
+        return self.also | {self.reason}
 
     def write(self, directory: Path, patches: Sequence[Patch], total_elements: int) -> Path:
         """Write the faulty delta; `directory` does not exist yet, and `directory_absent` leaves it so."""
@@ -58,14 +69,15 @@ FAULTS: dict[str, Fault] = {}
 """Every fault by name."""
 
 
-def _add(name: str, reasons: Sequence[str], make: Make) -> None:
+def _add(feature: str, name: str, reasons: Sequence[str], make: Make, no_vector: str = "") -> None:
+    """The first of ``reasons`` is the one that SPEC.md gives."""
     assert name not in FAULTS, f"two faults named {name}"
-    FAULTS[name] = Fault(name, frozenset(reasons), make)
+    FAULTS[name] = Fault(name, feature, reasons[0], frozenset(reasons[1:]), make, no_vector)
 
 
-def _fault(*reasons: str) -> Callable[[Make], Make]:
+def _fault(feature: str, *reasons: str, no_vector: str = "") -> Callable[[Make], Make]:
     def register(make: Make) -> Make:
-        _add(make.__name__, reasons, make)
+        _add(feature, make.__name__, reasons, make, no_vector)
         return make
 
     return register
@@ -73,33 +85,35 @@ def _fault(*reasons: str) -> Callable[[Make], Make]:
 
 # -- files -----------------------------------------------------------------------------------------------------------
 
+_NO_DIRECTORIES = "version control keeps no empty directory"
 
-@_fault("not_a_delta")
+
+@_fault("files", "not_a_delta")
 def directory_absent(parts: Draft) -> Files:
     return {}
 
 
-@_fault("not_a_delta")
+@_fault("files", "not_a_delta", no_vector=_NO_DIRECTORIES)
 def directory_empty(parts: Draft) -> Files:
     return {"": b""}
 
 
-@_fault("not_a_delta")
+@_fault("files", "not_a_delta")
 def metadata_absent(parts: Draft) -> Files:
     return {DELTA_FILE: parts.files()[DELTA_FILE]}
 
 
-@_fault("not_a_delta")
+@_fault("files", "not_a_delta")
 def payload_absent(parts: Draft) -> Files:
     return {METADATA_FILE: parts.files()[METADATA_FILE]}
 
 
-@_fault("not_a_delta")
+@_fault("files", "not_a_delta")
 def full_checkpoint(parts: Draft) -> Files:
     return {"model.safetensors": parts.files()[DELTA_FILE]}
 
 
-@_fault("unreadable", "not_a_delta")
+@_fault("files", "unreadable", "not_a_delta", no_vector=_NO_DIRECTORIES)
 def payload_is_a_directory(parts: Draft) -> Files:
     return {**parts.files(), DELTA_FILE: None}
 
@@ -114,12 +128,12 @@ def _payload(change: Callable[[bytes], bytes]) -> Make:
     return make
 
 
-_CUT = ("unreadable", "bad_header")
-_add("payload_empty", _CUT, _payload(lambda raw: b""))
-_add("payload_cut_in_length", _CUT, _payload(lambda raw: raw[:7]))
-_add("payload_cut_in_header", _CUT, _payload(lambda raw: raw[:40]))
-_add("payload_cut_in_data", _CUT, _payload(lambda raw: raw[:-1]))
-_add("payload_bytes_after_the_end", ("bad_header",), _payload(lambda raw: raw + b"\0"))
+_CUT = ("bad_header", "unreadable")
+_add("files", "payload_empty", _CUT, _payload(lambda raw: b""))
+_add("files", "payload_cut_in_length", _CUT, _payload(lambda raw: raw[:7]))
+_add("files", "payload_cut_in_header", _CUT, _payload(lambda raw: raw[:40]))
+_add("files", "payload_cut_in_data", _CUT, _payload(lambda raw: raw[:-1]))
+_add("files", "payload_bytes_after_the_end", ("bad_header",), _payload(lambda raw: raw + b"\0"))
 
 
 # -- the payload's header --------------------------------------------------------------------------------------------
@@ -155,25 +169,38 @@ def _shift(first: int, stop: int) -> Callable[[dict[str, Any]], object]:
 
 
 _BAD_HEADER = ("bad_header",)
-_add("header_longer_than_file", _CUT, _payload(lambda raw: (2**40).to_bytes(8, "little") + raw[8:]))
-_add("header_length_negative", _CUT, _payload(lambda raw: b"\xff" * 8 + raw[8:]))
-_add("header_above_100_MB", _BAD_HEADER, _header(lambda text: text + " " * (100_000_001 - len(text))))
-_add("header_not_json", _BAD_HEADER, _header(lambda text: text[:-1]))
-_add("header_not_utf8", _BAD_HEADER, _payload(lambda raw: raw[:8] + raw[8:].replace(b"metadata", b"meta\xff\xfeta", 1)))
-_add("header_a_list", _BAD_HEADER, _header(lambda text: f"[{text}]"))
-_add("header_key_twice", _BAD_HEADER, _header(lambda text: text.replace('"0.values"', '"1.values"')))
-_add("header_offsets_overlap", _BAD_HEADER, _second_entry(_shift(-8, -8)))
-_add("header_offsets_beyond_the_file", _BAD_HEADER, _second_entry(_shift(2**20, 2**20)))
-_add("header_offsets_reversed", _BAD_HEADER, _second_entry(lambda e: e.update(data_offsets=[8, 0])))
-_add("header_offsets_negative", _BAD_HEADER, _second_entry(lambda e: e.update(data_offsets=[-8, 0])))
-_add("header_offsets_absent", _BAD_HEADER, _second_entry(lambda e: e.pop("data_offsets")))
-_add("header_shape_too_long", _BAD_HEADER, _second_entry(lambda e: e.update(shape=[10**6])))
-_add("header_shape_wraps", _BAD_HEADER, _second_entry(lambda e: e.update(shape=[2**32, 2**32])))
-_add("header_shape_negative", _BAD_HEADER, _second_entry(lambda e: e.update(shape=[-1])))
-_add("header_dtype_unknown", ("bad_header", "unsupported_dtype"), _second_entry(lambda e: e.update(dtype="F7")))
+_add("header", "header_longer_than_file", _CUT, _payload(lambda raw: (2**40).to_bytes(8, "little") + raw[8:]))
+_add("header", "header_length_negative", _CUT, _payload(lambda raw: b"\xff" * 8 + raw[8:]))
+_add(
+    "header",
+    "header_above_100_MB",
+    _BAD_HEADER,
+    _header(lambda text: text + " " * (100_000_001 - len(text))),
+    no_vector="100 MB",
+)
+_add("header", "header_not_json", _BAD_HEADER, _header(lambda text: text[:-1]))
+_add(
+    "header",
+    "header_not_utf8",
+    _BAD_HEADER,
+    _payload(lambda raw: raw[:8] + raw[8:].replace(b"metadata", b"meta\xff\xfeta", 1)),
+)
+_add("header", "header_a_list", _BAD_HEADER, _header(lambda text: f"[{text}]"))
+_add("header", "header_key_twice", _BAD_HEADER, _header(lambda text: text.replace('"0.values"', '"1.values"')))
+_add("header", "header_offsets_overlap", _BAD_HEADER, _second_entry(_shift(-8, -8)))
+_add("header", "header_offsets_beyond_the_file", _BAD_HEADER, _second_entry(_shift(2**20, 2**20)))
+_add("header", "header_offsets_reversed", _BAD_HEADER, _second_entry(lambda e: e.update(data_offsets=[8, 0])))
+_add("header", "header_offsets_negative", _BAD_HEADER, _second_entry(lambda e: e.update(data_offsets=[-8, 0])))
+_add("header", "header_offsets_absent", _BAD_HEADER, _second_entry(lambda e: e.pop("data_offsets")))
+_add("header", "header_shape_too_long", _BAD_HEADER, _second_entry(lambda e: e.update(shape=[10**6])))
+_add("header", "header_shape_wraps", _BAD_HEADER, _second_entry(lambda e: e.update(shape=[2**32, 2**32])))
+_add("header", "header_shape_negative", _BAD_HEADER, _second_entry(lambda e: e.update(shape=[-1])))
+_add(
+    "header", "header_dtype_unknown", ("unsupported_dtype", "bad_header"), _second_entry(lambda e: e.update(dtype="F7"))
+)
 
 
-@_fault("bad_header")
+@_fault("header", "bad_header")
 def header_gap_in_data(parts: Draft) -> Files:
     """Eight bytes that no tensor owns, between the two layers."""
     files = parts.files()
@@ -205,19 +232,19 @@ def _extra(key: str) -> Make:
 
 
 _KEYS = ("keys_mismatch",)
-_add("values_absent", _KEYS, _drop(VALUES))
-_add("indices_absent", _KEYS, _drop(INDICES))
-_add("key_extra", _KEYS, _extra("extra"))
-_add("key_of_a_layer_too_many", _KEYS, _extra("7.values"))
-_add("key_with_leading_zero", _KEYS, _rename(VALUES, "01.values"))
+_add("keys", "values_absent", _KEYS, _drop(VALUES))
+_add("keys", "indices_absent", _KEYS, _drop(INDICES))
+_add("keys", "key_extra", _KEYS, _extra("extra"))
+_add("keys", "key_of_a_layer_too_many", _KEYS, _extra("7.values"))
+_add("keys", "key_with_leading_zero", _KEYS, _rename(VALUES, "01.values"))
 
 
-@_fault("keys_mismatch")
+@_fault("keys", "keys_mismatch")
 def header_names_other_layers(parts: Draft) -> None:
     parts.header_metadata = {"layer_names": json.dumps(parts.metadata["layer_names"][::-1])}
 
 
-@_fault("legacy_layout", "keys_mismatch")
+@_fault("legacy", "legacy_layout", "keys_mismatch")
 def legacy_packed(parts: Draft) -> None:
     """Layout (a): one flat tensor over all layers."""
     indices, values = parts.entries[0::2], parts.entries[1::2]
@@ -233,7 +260,7 @@ def _joined(key: str, entries: Sequence[Entry]) -> Entry:
     return Entry(key, entries[0].code, (sum(e.shape[0] for e in entries),), b"".join(e.data for e in entries))
 
 
-@_fault("legacy_layout", "keys_mismatch")
+@_fault("legacy", "legacy_layout", "keys_mismatch")
 def legacy_keyed_by_name(parts: Draft) -> None:
     """Layout (b): `{name}.indices`, `{name}.values`."""
     names = parts.metadata["layer_names"]
@@ -244,13 +271,13 @@ def legacy_keyed_by_name(parts: Draft) -> None:
     ]
 
 
-@_fault("unsupported_version", "legacy_layout")
+@_fault("legacy", "legacy_layout", "unsupported_version")
 def legacy_packed_without_version(parts: Draft) -> None:
     legacy_packed(parts)
     del parts.metadata["format_version"]
 
 
-@_fault("unknown_tensor")
+@_fault("legacy", "unknown_tensor")
 def legacy_fused_coordinates(parts: Draft) -> None:
     """Layout (c): positions in a fused runtime parameter, under its name."""
     _name_second(parts, "model.layers.0.self_attn.qkv_proj.weight")
@@ -259,32 +286,32 @@ def legacy_fused_coordinates(parts: Draft) -> None:
 # -- metadata --------------------------------------------------------------------------------------------------------
 
 
-def _set(name: str, reason: str | tuple[str, ...], **values: object) -> None:
+def _set(feature: str, name: str, reason: str | tuple[str, ...], **values: object) -> None:
     """Keys of metadata.json replaced."""
     reasons = (reason,) if isinstance(reason, str) else reason
-    _add(name, reasons, lambda parts: parts.metadata.update(values))
+    _add(feature, name, reasons, lambda parts: parts.metadata.update(values))
 
 
 def _text(name: str, text: bytes) -> None:
     """All of metadata.json replaced."""
-    _add(name, ("bad_metadata",), lambda parts: {**parts.files(), METADATA_FILE: text})
+    _add("metadata", name, ("bad_metadata",), lambda parts: {**parts.files(), METADATA_FILE: text})
 
 
 def _remove(key: str, reason: str) -> None:
     def make(parts: Draft) -> None:
         del parts.metadata[key]
 
-    _add(f"{key}_absent", (reason,), make)
+    _add("metadata", f"{key}_absent", (reason,), make)
 
 
-def _second(name: str, reasons: tuple[str, ...], key: str, value: object) -> None:
+def _second(feature: str, name: str, reasons: tuple[str, ...], key: str, value: object) -> None:
     """The second layer's entry of a list in metadata.json replaced."""
 
     def make(parts: Draft) -> None:
         parts.metadata[key] = [*parts.metadata[key]]
         parts.metadata[key][1] = value
 
-    _add(name, reasons, make)
+    _add(feature, name, reasons, make)
 
 
 def _name_second(parts: Draft, name: str) -> None:
@@ -300,63 +327,63 @@ _text("metadata_not_json", b"{")
 _text("metadata_not_utf8", b'{"format": "\xff\xfe"}')
 _text("metadata_a_list", b"[]")
 _remove("format", "unsupported_format")
-_set("format_other", "unsupported_format", format="dense_delta")
+_set("metadata", "format_other", "unsupported_format", format="dense_delta")
 _remove("format_version", "unsupported_version")
-_set("format_version_1", "unsupported_version", format_version=1)
-_set("format_version_3", "unsupported_version", format_version=3)
-_set("format_version_text", "unsupported_version", format_version="2")
-_set("format_version_true", "unsupported_version", format_version=True)
+_set("metadata", "format_version_1", "unsupported_version", format_version=1)
+_set("metadata", "format_version_3", "unsupported_version", format_version=3)
+_set("metadata", "format_version_text", "unsupported_version", format_version="2")
+_set("metadata", "format_version_true", "unsupported_version", format_version=True)
 for _key in ("layer_names", "layer_shapes", "changed_elements", "total_elements", "density_pct"):
     _remove(_key, "bad_metadata")
-_set("layer_names_a_text", "bad_metadata", layer_names="names")
-_set("layer_shapes_an_object", "bad_metadata", layer_shapes={"0": [1]})
-_second("layer_name_a_number", ("bad_name", "bad_metadata"), "layer_names", 7)
-_second("layer_shape_a_number", ("bad_shape", "bad_metadata"), "layer_shapes", 14)
-_second("layer_shape_negative", ("bad_shape",), "layer_shapes", [-7, -2])
-_second("layer_shape_of_texts", ("bad_shape",), "layer_shapes", ["7", "2"])
-_second("layer_shape_fractional", ("bad_shape",), "layer_shapes", [7.5, 2])
-_second("layer_shape_boolean", ("bad_shape",), "layer_shapes", [True, 14])
-_second("layer_shape_wraps", ("bad_shape",), "layer_shapes", [2**32, 2**32])
-_set("total_zero", "count_mismatch", total_elements=0, density_pct=0.0)
-_set("total_negative", ("count_mismatch", "bad_metadata"), total_elements=-1)
-_set("total_a_text", ("bad_metadata", "count_mismatch"), total_elements="all")
-_set("changed_negative", ("count_mismatch", "bad_metadata"), changed_elements=-1)
-_set("changed_a_text", ("bad_metadata", "count_mismatch"), changed_elements="5")
-_set("density_a_text", ("bad_metadata", "count_mismatch"), density_pct="5 %")
-_set("density_nan", ("bad_metadata", "count_mismatch"), density_pct=float("nan"))
-_set("density_above_100", "count_mismatch", density_pct=100.5)
-_set("requires_unknown", "unsupported_extension", requires=["time_travel"])
-_set("requires_a_text", ("bad_metadata", "unsupported_extension"), requires="time_travel")
+_set("metadata", "layer_names_a_text", "bad_metadata", layer_names="names")
+_set("metadata", "layer_shapes_an_object", "bad_metadata", layer_shapes={"0": [1]})
+_second("names", "layer_name_a_number", ("bad_name", "bad_metadata"), "layer_names", 7)
+_second("shapes", "layer_shape_a_number", ("bad_shape", "bad_metadata"), "layer_shapes", 14)
+_second("shapes", "layer_shape_negative", ("bad_shape",), "layer_shapes", [-7, -2])
+_second("shapes", "layer_shape_of_texts", ("bad_shape",), "layer_shapes", ["7", "2"])
+_second("shapes", "layer_shape_fractional", ("bad_shape",), "layer_shapes", [7.5, 2])
+_second("shapes", "layer_shape_boolean", ("bad_shape",), "layer_shapes", [True, 14])
+_second("shapes", "layer_shape_wraps", ("bad_shape",), "layer_shapes", [2**32, 2**32])
+_set("counts", "total_zero", "count_mismatch", total_elements=0, density_pct=0.0)
+_set("counts", "total_negative", ("count_mismatch", "bad_metadata"), total_elements=-1)
+_set("metadata", "total_a_text", ("bad_metadata", "count_mismatch"), total_elements="all")
+_set("counts", "changed_negative", ("count_mismatch", "bad_metadata"), changed_elements=-1)
+_set("metadata", "changed_a_text", ("bad_metadata", "count_mismatch"), changed_elements="5")
+_set("metadata", "density_a_text", ("bad_metadata", "count_mismatch"), density_pct="5 %")
+_set("metadata", "density_nan", ("bad_metadata", "count_mismatch"), density_pct=float("nan"))
+_set("counts", "density_above_100", "count_mismatch", density_pct=100.5)
+_set("extensions", "requires_unknown", "unsupported_extension", requires=["time_travel"])
+_set("extensions", "requires_a_text", ("bad_metadata", "unsupported_extension"), requires="time_travel")
 
 
-@_fault("count_mismatch")
+@_fault("counts", "count_mismatch")
 def changed_too_many(parts: Draft) -> None:
     parts.metadata["changed_elements"] += 1
 
 
-@_fault("count_mismatch")
+@_fault("counts", "count_mismatch")
 def density_of_changed_tensors_only(parts: Draft) -> None:
     changed, total = parts.metadata["changed_elements"], sum(int(np.prod(s)) for s in parts.metadata["layer_shapes"])
     parts.metadata["density_pct"] = round(100 * changed / total, 3)
 
 
-@_fault("count_mismatch")
+@_fault("counts", "count_mismatch")
 def changed_without_layers(parts: Draft) -> None:
     parts.metadata |= {"layer_names": [], "layer_shapes": [], "changed_elements": 5}
     parts.entries, parts.header_metadata = [], {"layer_names": "[]"}
 
 
-@_fault("bad_metadata", "keys_mismatch")
+@_fault("metadata", "bad_metadata", "keys_mismatch")
 def shapes_fewer_than_names(parts: Draft) -> None:
     parts.metadata["layer_shapes"] = parts.metadata["layer_shapes"][:-1]
 
 
-@_fault("bad_name", "bad_metadata")
+@_fault("names", "bad_name", "bad_metadata")
 def layer_name_empty(parts: Draft) -> None:
     _name_second(parts, "")
 
 
-@_fault("duplicate_name")
+@_fault("names", "duplicate_name")
 def layer_name_twice(parts: Draft) -> None:
     _name_second(parts, parts.metadata["layer_names"][0])
 
@@ -415,34 +442,34 @@ def _resized(by: int) -> Make:
     return lambda parts: parts.replace(VALUES, change)
 
 
-_add("index_order_swapped", ("index_order",), _positions(lambda old, numel: old[::-1].copy()))
-_add("index_duplicate", ("index_order",), _positions(lambda old, numel: _with(old, 1, old[0])))
-_add("index_equals_size", ("index_range",), _positions(lambda old, numel: _with(old, -1, numel)))
-_add("index_far_beyond", ("index_range",), _positions(lambda old, numel: _with(old, -1, 2**31 - 1)))
-_add("index_wraps_32_bits", ("index_range",), _positions(lambda old, numel: _with(old, -1, 2**32 + old[-1])))
-_add("index_negative", ("index_range",), _positions(lambda old, numel: _with(old, 0, -1)))
-_add("index_far_negative", ("index_range",), _positions(lambda old, numel: _with(old, 0, -(2**33))))
-_add("indices_F32", ("bad_indices",), _recoded("F32", np.float32))
-_add("indices_I16", ("bad_indices",), _recoded("I16", np.int16))
-_add("indices_U32", ("bad_indices",), _recoded("U32", np.uint32))
-_add("indices_2D", ("bad_indices",), _reshaped(INDICES, lambda count: (1, count)))
-_add("values_2D", ("bad_values",), _reshaped(VALUES, lambda count: (count, 1)))
-_add("values_too_few", ("length_mismatch", "count_mismatch"), _resized(-1))
-_add("values_too_many", ("length_mismatch", "count_mismatch"), _resized(1))
-_add("values_of_a_wider_dtype", ("dtype_mismatch",), _values_as("F64"))
-_add("values_of_another_dtype_as_wide", ("dtype_mismatch",), _values_as("BF16"))
-_add("values_integer", ("unsupported_dtype", "dtype_mismatch"), _values_as("I16"))
+_add("indices", "index_order_swapped", ("index_order",), _positions(lambda old, numel: old[::-1].copy()))
+_add("indices", "index_duplicate", ("index_order",), _positions(lambda old, numel: _with(old, 1, old[0])))
+_add("indices", "index_equals_size", ("index_range",), _positions(lambda old, numel: _with(old, -1, numel)))
+_add("indices", "index_far_beyond", ("index_range",), _positions(lambda old, numel: _with(old, -1, 2**31 - 1)))
+_add("indices", "index_wraps_32_bits", ("index_range",), _positions(lambda old, numel: _with(old, -1, 2**32 + old[-1])))
+_add("indices", "index_negative", ("index_range",), _positions(lambda old, numel: _with(old, 0, -1)))
+_add("indices", "index_far_negative", ("index_range",), _positions(lambda old, numel: _with(old, 0, -(2**33))))
+_add("indices", "indices_F32", ("bad_indices",), _recoded("F32", np.float32))
+_add("indices", "indices_I16", ("bad_indices",), _recoded("I16", np.int16))
+_add("indices", "indices_U32", ("bad_indices",), _recoded("U32", np.uint32))
+_add("indices", "indices_2D", ("bad_indices",), _reshaped(INDICES, lambda count: (1, count)))
+_add("values", "values_2D", ("bad_values",), _reshaped(VALUES, lambda count: (count, 1)))
+_add("values", "values_too_few", ("length_mismatch", "count_mismatch"), _resized(-1))
+_add("values", "values_too_many", ("length_mismatch", "count_mismatch"), _resized(1))
+_add("state", "values_of_a_wider_dtype", ("dtype_mismatch",), _values_as("F64"))
+_add("state", "values_of_another_dtype_as_wide", ("dtype_mismatch",), _values_as("BF16"))
+_add("extensions", "values_integer", ("unsupported_dtype", "dtype_mismatch"), _values_as("I16"))
 
 
 # -- against the state -----------------------------------------------------------------------------------------------
 
 
-@_fault("unknown_tensor")
+@_fault("state", "unknown_tensor")
 def tensor_unknown(parts: Draft) -> None:
     _name_second(parts, "no.such.tensor")
 
 
-@_fault("unknown_tensor")
+@_fault("state", "unknown_tensor")
 def tensor_name_in_other_case(parts: Draft) -> None:
     _name_second(parts, parts.metadata["layer_names"][1].upper())
 
@@ -455,9 +482,9 @@ def _shape_second(change: Callable[[list[int]], list[int]]) -> Make:
     return make
 
 
-_add("shape_transposed", ("shape_mismatch",), _shape_second(lambda shape: shape[::-1]))
-_add("shape_flattened", ("shape_mismatch",), _shape_second(lambda shape: [int(np.prod(shape))]))
-_add("shape_with_an_axis_more", ("shape_mismatch",), _shape_second(lambda shape: [1, *shape]))
+_add("state", "shape_transposed", ("shape_mismatch",), _shape_second(lambda shape: shape[::-1]))
+_add("state", "shape_flattened", ("shape_mismatch",), _shape_second(lambda shape: [int(np.prod(shape))]))
+_add("state", "shape_with_an_axis_more", ("shape_mismatch",), _shape_second(lambda shape: [1, *shape]))
 
 
 # -- a state and good patches of it ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..inputs.checkpoints import Checkpoint, State, aliases, load, save
-from .runner import START_TIMEOUT, Host
+from .runner import START_TIMEOUT, Host, start_arguments
 
 TOLERANCE = 1e-4
 """By how much the two may differ in a log-probability, and in how far it moves; they were seen to differ by 2e-5."""
@@ -132,12 +132,7 @@ def vllm_logprobs(
     for file, new in zip(files, [*news, {}], strict=True):
         save(new, file)
     job = {
-        "start": {
-            "checkpoint": str(checkpoint.directory),
-            "tp": 1,
-            "hf_overrides": dict(checkpoint.hf_overrides),
-            "arguments": {"dtype": "float32"},
-        },
+        "start": start_arguments(checkpoint, dtype="float32"),
         "prompts": asked,
         "out": str(scratch),
         "changes": [str(file / "model.safetensors") for file in files],

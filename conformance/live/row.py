@@ -24,7 +24,7 @@ from . import changes, judge
 from .encoder import Encode, encode_with_oracle, encode_with_refdelta
 from .engine import Output
 from .refusals import words
-from .runner import START_TIMEOUT, Host, HostDied, HostError, HostTimedOut, environment, twice_if_late
+from .runner import Host, HostDied, HostError, HostTimedOut, environment, twice_if_late
 from .setup import PLAIN, Setup
 from .truth import Truth, Truths, prompts
 
@@ -145,15 +145,7 @@ class Row:
         self.close()
         env = environment(plugins=self.backend.plugins, modules=self.backend.modules, unpack=not self.backend.ours)
         self._host = Host(env | self.setup.variables(self._scratch), self._scratch / "engine.log")
-        self._host.call(
-            "start",
-            timeout=START_TIMEOUT,
-            checkpoint=str(self.checkpoint.directory),
-            tp=self.tp,
-            backend=self.backend.name,
-            hf_overrides=dict(self.checkpoint.hf_overrides),
-            arguments=dict(self.setup.arguments),
-        )
+        self._host.start(self.checkpoint, self.tp, self.backend.name, **self.setup.arguments)
         self._host.call("init_transfer")
 
     # --- states, truths, deltas ---

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from ..inputs.checkpoints import Checkpoint
 from . import probe
 from .processes import Plain, Process, zygote
 from .watch import TimedOut, Watch
@@ -60,6 +61,25 @@ def environment(*, plugins: str, modules: Sequence[str] = (), unpack: bool = Fal
         "VLLM_PLUGINS": plugins,
         probe.PLUGINS: ",".join(modules),
         probe.UNPACK: "1" if unpack else "0",
+    }
+
+
+def start_arguments(
+    checkpoint: Checkpoint | str, tp: int = 1, backend: str | None = None, **arguments: object
+) -> dict[str, Any]:
+    """What `engine.Engine.start` takes, as JSON carries it: in a call of a host, and in the jobs of ``forked_truths``.
+
+    Args:
+        checkpoint: one of the suite's, or a path or hub id without overrides.
+        arguments: further ones for ``LLM``.
+    """
+    ours = checkpoint if isinstance(checkpoint, Checkpoint) else None
+    return {
+        "checkpoint": str(ours.directory if ours else checkpoint),
+        "tp": tp,
+        "backend": backend,
+        "hf_overrides": dict(ours.hf_overrides) if ours else {},
+        "arguments": arguments,
     }
 
 
@@ -114,6 +134,10 @@ class Host:
         if "error" in answer:
             raise HostError(answer["error"])
         return answer["ok"]
+
+    def start(self, checkpoint: Checkpoint | str, tp: int = 1, backend: str | None = None, **arguments: object) -> None:
+        """Start the child's engine; the arguments are those of `start_arguments`."""
+        self.call("start", timeout=START_TIMEOUT, **start_arguments(checkpoint, tp, backend, **arguments))
 
     def kill(self) -> None:
         """End the child and everything in its process group; safe to call twice."""

@@ -19,7 +19,7 @@ from typing import Any
 from ..inputs.checkpoints import Checkpoint, content_digest
 from .engine import Output
 from .judge import RankDump, read_dumps
-from .runner import START_TIMEOUT, Host, HostTimedOut, environment
+from .runner import START_TIMEOUT, Host, HostTimedOut, environment, start_arguments
 from .setup import PLAIN, Setup
 
 KEEP_BYTES = 1 << 30
@@ -119,12 +119,7 @@ class Truths:
         self.asked += 1
         out = self._root / f"truth{self.asked}"
         out.mkdir()
-        start = {
-            "checkpoint": str(checkpoint.directory),
-            "tp": tp,
-            "hf_overrides": dict(checkpoint.hf_overrides),
-            "arguments": dict(self._setup.arguments),
-        }
+        start = start_arguments(checkpoint, tp, **self._setup.arguments)
         adapter = self._setup.adapter and str(self._setup.adapter)
         return {"start": start, "prompts": prompts(checkpoint.vocab_size), "out": str(out), "adapter": adapter}
 

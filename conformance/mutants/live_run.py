@@ -10,6 +10,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -74,11 +75,15 @@ class SharedRow(Row):
         self.call("rpc", method="mutant_switch", arguments=[place])
 
     def _anchor(self, state: State) -> Path:
-        made: dict[int, tuple[State, Path]] = self.__dict__.setdefault("_anchors", {})
-        if id(state) not in made:
+        if id(state) not in self._anchors:
             directory = self._scratch / f"anchor{next(self._count)}"
-            made[id(state)] = state, checkpoints.with_state(self.checkpoint.directory, state, directory)
-        return made[id(state)][1]
+            self._anchors[id(state)] = state, checkpoints.with_state(self.checkpoint.directory, state, directory)
+        return self._anchors[id(state)][1]
+
+    @cached_property
+    def _anchors(self) -> dict[int, tuple[State, Path]]:
+        """By the id of a state, which is kept, so that no other state gets the id."""
+        return {}
 
 
 def live_tests(row: str) -> dict[str, tuple[str, Check]]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -177,17 +178,20 @@ class LayoutMap:
     """Checkpoint tensor -> why this engine does not hold it."""
 
     def __post_init__(self) -> None:
-        by_source: dict[str, list[Region]] = {}
         for region in self.regions:
             if region.source not in self.sources or region.param not in self.params:
                 raise DeltaError(Reason.UNMAPPED, f"region into unknown tensor {region.param!r}", region.source)
+
+    @cached_property
+    def _by_source(self) -> Mapping[str, Sequence[Region]]:
+        by_source: dict[str, list[Region]] = {}
+        for region in self.regions:
             by_source.setdefault(region.source, []).append(region)
-        object.__setattr__(self, "_by_source", by_source)
+        return by_source
 
     def regions_of(self, source: str) -> Sequence[Region]:
         """The regions of one checkpoint tensor, in the order in which the loader wrote them."""
-        by_source: dict[str, list[Region]] = self.__dict__["_by_source"]
-        return by_source.get(source, [])
+        return self._by_source.get(source, [])
 
     def route(self, patch: TensorPatch) -> list[RoutedPatch]:
         """Carry a patch from checkpoint to parameter coordinates, in O(changed).

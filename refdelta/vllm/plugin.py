@@ -25,7 +25,7 @@ def register() -> None:
             if _is_ours(name):
                 continue  # vLLM may load plugins twice in one process
             init_logger("vllm.refdelta").warning(
-                "refdelta: the backend name %r is already taken by another plugin; use backend='refdelta'", name
+                "refdelta: the backend name %r is already taken by another plugin; use backend=%r", name, BACKENDS[-1]
             )
     keep_cpu_weights_unpacked()
 

@@ -12,7 +12,7 @@ from typing import Any
 from conformance.inputs import checkpoints
 from conformance.inputs.checkpoints import Checkpoint, State
 from conformance.live import changes, judge
-from conformance.live.runner import START_TIMEOUT, Host, environment
+from conformance.live.runner import Host, environment
 from conformance.live.truth import Truths
 from refdelta import Delta, DeltaEncoder, write_delta
 from tests.live.variables import FAULT
@@ -135,15 +135,7 @@ def running(
     truths = Truths(tmp / "truth")
     try:
         with Host(env, tmp / "engine.log") as host:
-            host.call(
-                "start",
-                timeout=START_TIMEOUT,
-                checkpoint=str(checkpoint.directory),
-                tp=tp,
-                backend="delta_snapshot",
-                hf_overrides=dict(checkpoint.hf_overrides),
-                arguments=arguments,
-            )
+            host.start(checkpoint, tp, "delta_snapshot", **arguments)
             encoder = DeltaEncoder(state, run_id="run")
             yield Engine(host, checkpoint, truths, tp, tmp, fault, state, encoder, count())
     finally:

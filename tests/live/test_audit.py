@@ -14,7 +14,7 @@ from conformance import oracle
 from conformance.inputs import checkpoints
 from conformance.inputs.checkpoints import Checkpoint
 from conformance.live import changes
-from conformance.live.runner import START_TIMEOUT, Host, environment
+from conformance.live.runner import Host, environment
 from conformance.live.server import Server
 from refdelta import cli
 from refdelta.vllm.auditing.report import METHOD, AuditReport, Outcome
@@ -60,14 +60,7 @@ def engine(tmp: Path, tp: int, backend: str | None) -> Iterator[Rig]:
     oracle.write_delta(tmp / "delta", oracle.expected_patches(state, target), oracle.total_elements(state))
     env = environment(plugins="refdelta" if backend else "", unpack=backend is None)
     with Host(env, tmp / "log") as host:
-        host.call(
-            "start",
-            timeout=START_TIMEOUT,
-            checkpoint=str(checkpoint.directory),
-            tp=tp,
-            backend=backend,
-            arguments={"worker_extension_cls": "tests.live.audited.Audited"},
-        )
+        host.start(checkpoint, tp, backend, worker_extension_cls="tests.live.audited.Audited")
         yield Rig(checkpoint, tmp / "delta", host)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from conformance import oracle
 from conformance.inputs import checkpoints
 from conformance.live import changes, judge
-from conformance.live.runner import START_TIMEOUT, Host, HostError, environment
+from conformance.live.runner import START_TIMEOUT, Host, HostError, environment, start_arguments
 from refdelta.codec import bits
 from refdelta.vllm.proof.forked import ChildFailed
 from refdelta.vllm.proof.post_load import permutations
@@ -51,10 +51,10 @@ def test_a_shape_on_which_packing_aborts_ends_a_copy_of_the_process() -> None:
 
 def test_experts_that_were_computed_with_are_refused_at_the_start(tmp_path: Path) -> None:
     """A layer whose elements are none of those that were loaded; named, with the reason."""
-    checkpoint = checkpoints.make("qwen3-moe", tmp_path / "base").directory
+    checkpoint = checkpoints.make("qwen3-moe", tmp_path / "base")
     env = environment(plugins="refdelta", modules=("tests.live.mixed_experts",))
     with Host(env, tmp_path / "log") as host, pytest.raises(HostError) as caught:
-        host.call("start", timeout=START_TIMEOUT, checkpoint=str(checkpoint), tp=1, backend="delta_snapshot")
+        host.start(checkpoint, backend="delta_snapshot")
     text = str(caught.value)
     assert "refdelta[unsupported_engine]: moe_weights: rank 0: model.layers.0.mlp.experts.routed_experts.w" in text
     assert "w2_weight holds values that are none of its elements (4 expert parameters were not proved)" in text
@@ -69,11 +69,11 @@ def test_writing_experts_as_loaded_is_caught(zygote: Host, tmp_path: Path) -> No
     fresh = checkpoints.with_state(checkpoint.directory, target, tmp_path / "target")
     for name in ("truth", "found"):
         (tmp_path / name).mkdir()
-    job = {"start": {"checkpoint": str(fresh), "tp": 1}, "prompts": [], "out": str(tmp_path / "truth")}
+    job = {"start": start_arguments(str(fresh)), "prompts": [], "out": str(tmp_path / "truth")}
     zygote.call("forked_truths", timeout=START_TIMEOUT, jobs=[job], at_once=1, limit_s=START_TIMEOUT)
     env = environment(plugins="refdelta", modules=("conformance.mutants.live:experts_as_loaded",))
     with Host(env, tmp_path / "log") as host:
-        host.call("start", timeout=START_TIMEOUT, checkpoint=str(checkpoint.directory), tp=1, backend="delta_snapshot")
+        host.start(checkpoint, backend="delta_snapshot")
         assert host.call("sync", info={"target_weights_path": str(tmp_path / "delta")}) is None
         host.call("dump", directory=str(tmp_path / "found"))
     dumps = [judge.read_dumps(tmp_path / name) for name in ("truth", "found")]

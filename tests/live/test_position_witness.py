@@ -24,7 +24,7 @@ from conformance.inputs import checkpoints
 from conformance.inputs.checkpoints import Checkpoint, State
 from conformance.live.judge import read_dumps
 from conformance.live.position_code import Code, Numbers, Reading, read
-from conformance.live.runner import START_TIMEOUT, Host
+from conformance.live.runner import START_TIMEOUT, Host, start_arguments
 from conformance.mutants.loader_run import numbers_of
 from refdelta.layout.reasons import OTHER_RANKS
 from refdelta.layout_map import Box, LayoutMap, Region, TensorInfo, layout_from_config
@@ -95,15 +95,12 @@ class Witness:
         state = checkpoints.load(checkpoint.directory)
         code = Code.of(state, checkpoints.aliases(state, tied=checkpoint.tied))
         outs = [scratch / f"dump{digit}" for digit in range(code.digits)]
-        start = {
-            "tp": tp,
-            "hf_overrides": dict(checkpoint.hf_overrides),
-            "arguments": {"enable_expert_parallel": expert_parallel},
-        }
         jobs = []
         for out, directory in zip(outs, code.checkpoints(checkpoint.directory, scratch), strict=True):
             out.mkdir()
-            jobs.append({"start": {**start, "checkpoint": str(directory)}, "prompts": [], "out": str(out)})
+            coded = replace(checkpoint, directory=directory)
+            start = start_arguments(coded, tp, enable_expert_parallel=expert_parallel)
+            jobs.append({"start": start, "prompts": [], "out": str(out)})
         at_once = max(1, (os.cpu_count() or 1) // tp)
         limits = {"at_once": at_once, "limit_s": START_TIMEOUT}
         zygote.call("forked_truths", timeout=START_TIMEOUT * len(jobs), jobs=jobs, **limits)

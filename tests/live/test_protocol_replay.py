@@ -19,7 +19,7 @@ import pytest
 
 from conformance import oracle
 from conformance.inputs import checkpoints
-from conformance.live.runner import START_TIMEOUT, Host, HostError, environment
+from conformance.live.runner import Host, HostError, environment
 from tests.live.test_transactions import PROMPTS, changed, info
 from tests.live.variables import FAULT
 from tests.protocol.chance import Fault, Scripted
@@ -139,7 +139,7 @@ def engine(backend: str, modules: tuple[str, ...], checkpoint: checkpoints.Check
     plugins = "" if backend == "raising" else "refdelta"
     env = environment(plugins=plugins, modules=modules, unpack=not plugins) | {FAULT: str(fault)}
     with Host(env, scratch / "engine.log") as host:
-        host.call("start", timeout=START_TIMEOUT, checkpoint=str(checkpoint.directory), tp=2, backend=backend)
+        host.start(checkpoint, 2, backend)
         yield Live(host, scratch, fault)
 
 

@@ -9,11 +9,12 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conformance.inputs import checkpoints
-from conformance.live.runner import START_TIMEOUT, Host, HostError, environment
+from conformance.live.runner import Host, HostError, environment
 from refdelta import diff, write_delta
 from refdelta.digest import state_digest
 from refdelta.spec import DeltaError
@@ -45,11 +46,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.make("qwen3-untied", tmp_path_factory.mktemp("base")).directory
 
 
-def start(host: Host, checkpoint: str, **arguments: object) -> None:
+def start(host: Host, checkpoint: str, **arguments: Any) -> None:
     """Start an engine of one rank."""
-    host.call(
-        "start", timeout=START_TIMEOUT, checkpoint=checkpoint, tp=1, backend="delta_snapshot", arguments=arguments
-    )
+    host.start(checkpoint, backend="delta_snapshot", **arguments)
 
 
 def refusal(checkpoint: Path, log: Path, modules: tuple[str, ...] = (), **arguments: object) -> str:

@@ -16,7 +16,7 @@ import torch
 from conformance import oracle
 from conformance.inputs import checkpoints
 from conformance.inputs.checkpoints import State
-from conformance.live.runner import START_TIMEOUT, Host, HostDied, HostError, environment
+from conformance.live.runner import Host, HostDied, HostError, environment
 from tests.live.variables import FAULT
 
 PROMPTS = [[5, 9, 14, 2, 77, 31]]
@@ -92,7 +92,7 @@ def rig(tmp: Path, tp: int) -> Iterator[Rig]:
     fault.write_text("")
     env = environment(plugins="refdelta", modules=("tests.live.faults",)) | {FAULT: str(fault)}
     with Host(env, tmp / "engine.log") as host:
-        host.call("start", timeout=START_TIMEOUT, checkpoint=str(checkpoint.directory), tp=tp, backend="delta_snapshot")
+        host.start(checkpoint, tp, "delta_snapshot")
         yield Rig(host, fault, tmp, tmp / "there", tmp / "back", count())
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from conformance.inputs import checkpoints
 from conformance.live import judge
-from conformance.live.runner import START_TIMEOUT, Host, HostDied, HostError, environment
+from conformance.live.runner import START_TIMEOUT, Host, HostDied, HostError, environment, start_arguments
 from conformance.live.truth import Truths
 
 
@@ -38,7 +38,7 @@ def test_packed_layers_are_seen(unpack: bool, tmp_path: Path) -> None:
     """Without the switch vLLM's CPU layers read packed copies, and the probe says which."""
     checkpoint = checkpoints.make("qwen3-tied", tmp_path / "base")
     with Host(environment(plugins="", unpack=unpack), tmp_path / "log") as host:
-        host.call("start", timeout=START_TIMEOUT, checkpoint=str(checkpoint.directory), tp=1)
+        host.start(checkpoint)
         (packed,) = host.call("packed_layers")
     layers = {"model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.down_proj", "model.embed_tokens"}
     assert layers.isdisjoint(packed) if unpack else layers <= set(packed)
@@ -47,7 +47,7 @@ def test_packed_layers_are_seen(unpack: bool, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_a_killed_zygote_takes_its_children_along(tmp_path: Path) -> None:
     checkpoint = checkpoints.make("qwen3-tied", tmp_path / "base")
-    start = {"checkpoint": str(checkpoint.directory), "tp": 1}
+    start = start_arguments(checkpoint)
     outs = [tmp_path / f"out{number}" for number in range(20)]
     for out in outs:
         out.mkdir()

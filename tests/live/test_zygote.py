@@ -38,8 +38,7 @@ def test_it_has_one_thread_and_forks_second_ranks(tmp_path: Path) -> None:
         host.call("warm", timeout=START_TIMEOUT)
         home = parent(host.pid)
         assert len(list((PROC / str(home) / "task").iterdir())) == 1
-        arguments = {"checkpoint": str(checkpoint.directory), "tp": 2, "backend": "delta_snapshot"}
-        host.call("start", timeout=START_TIMEOUT, **arguments)
+        host.start(checkpoint, 2, "delta_snapshot")
         assert "second ranks are spawned" not in host.log.read_text()
         assert len(list((PROC / str(home) / "task").iterdir())) == 1
         with Host(env | {"CONFORMANCE_PLUGINS": "json"}, tmp_path / "other") as other:

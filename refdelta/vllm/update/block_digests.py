@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Final
 
@@ -264,13 +265,9 @@ class BlockDigests:
             spent += self.blocks[number].source_box.numel
         return taken, taken[-1] + 1 if taken else cursor
 
-    @property
+    @cached_property
     def _regions(self) -> tuple[Region, ...]:
-        cached: tuple[Region, ...] | None = self.__dict__.get("_cached_regions")
-        if cached is None:
-            cached = counted_regions(self.layout)
-            self.__dict__["_cached_regions"] = cached
-        return cached
+        return counted_regions(self.layout)
 
     def region(self, number: int) -> Region:
         """A region by number."""
