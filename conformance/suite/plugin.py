@@ -1,9 +1,10 @@
 """The suite as a pytest plugin: options, engine, selection, outcomes, and what is printed and written at the end.
 
-`conftest.py` brings it in, or `refdelta.cli.pytest_plugin` does where the suite is started by `--pyargs`. Profiles of Hypothesis: `ci`
-(derandomised, the default), `nightly` (random, more examples, keeps failing ones), `quick` (as `ci`, without
-shrinking), `program` (as `ci` with fewer examples, ending at the first fault, the default for `exec:`), `smoke` (as
-`quick` with very few). In each of them, shrinking is bounded (`shrinking`).
+`conftest.py` brings it in, or `refdelta.cli.pytest_plugin` does where the suite is started by `--pyargs`.
+
+Profiles of Hypothesis: `ci` (derandomised, the default), `nightly` (random, more examples, keeps failing ones),
+`quick` (as `ci`, without shrinking), `program` (as `ci` with fewer examples, ending at the first fault, the default for
+`exec:`), `smoke` (as `quick` with very few). In each of them, shrinking is bounded (`shrinking`).
 Nothing is written into the working directory, but for what pytest's own cache writes (`-p no:cacheprovider`).
 """
 
