@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from conformance.driving.codec import Scratch
-from conformance.driving.options import Options
-from conformance.engines import codecs as engines
-from conformance.inputs.strategies import Domain, codes_for
-from conformance.suite import plugin
+from .driving.codec import Scratch
+from .driving.options import Options
+from .engines import codecs as engines
+from .inputs.strategies import Domain, codes_for
+from .suite import plugin
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from conformance import oracle
-from conformance.engines import interrupts
-from conformance.findings import InfrastructureFailed
-from conformance.inputs import checkpoints
-from conformance.live.row import Backend, Row
-from conformance.live.truth import Truths
+from . import oracle
+from .engines import interrupts
+from .findings import InfrastructureFailed
+from .inputs import checkpoints
+from .live.row import Backend, Row
+from .live.truth import Truths
 
 MODEL = "qwen3-untied"
 FAULT = "conformance.mutants.live:k_and_v_swapped"

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from conformance import oracle
-from conformance.driving.codec import Scratch, applied, encoded, skip_for
-from conformance.engines.codecs import FullCodec
-from conformance.inputs import strategies
-from conformance.oracle import assert_bit_equal, expected_patches, expected_state, total_elements
+from . import oracle
+from .driving.codec import Scratch, applied, encoded, skip_for
+from .engines.codecs import FullCodec
+from .inputs import strategies
+from .oracle import assert_bit_equal, expected_patches, expected_state, total_elements
 
 pytestmark = pytest.mark.check("bit_exact")
 

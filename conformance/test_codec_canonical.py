@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import oracle
-from conformance.driving.codec import Scratch, assert_same_bytes, encoded
-from conformance.engines.codecs import FullCodec
-from conformance.inputs import strategies
-from conformance.oracle import DELTA_FILE, State, expected_patches
+from . import oracle
+from .driving.codec import Scratch, assert_same_bytes, encoded
+from .engines.codecs import FullCodec
+from .inputs import strategies
+from .oracle import DELTA_FILE, State, expected_patches
 
 pytestmark = [pytest.mark.check("canonical"), pytest.mark.needs("canonical")]
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.driving.codec import Scratch, applied, encoded
-from conformance.engines.codecs import FullCodec
-from conformance.inputs import strategies
-from conformance.oracle import State, assert_bit_equal
+from .driving.codec import Scratch, applied, encoded
+from .engines.codecs import FullCodec
+from .inputs import strategies
+from .oracle import State, assert_bit_equal
 
 pytestmark = pytest.mark.check("bit_exact")
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import oracle
-from conformance.driving.codec import Scratch, applied
-from conformance.engines.codecs import FullCodec
-from conformance.inputs import strategies
-from conformance.oracle import assert_bit_equal, expected_patches, expected_state, total_elements
+from . import oracle
+from .driving.codec import Scratch, applied
+from .engines.codecs import FullCodec
+from .inputs import strategies
+from .oracle import assert_bit_equal, expected_patches, expected_state, total_elements
 
 pytestmark = [pytest.mark.check("composes"), pytest.mark.needs("composes")]
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import oracle
-from conformance.driving.codec import Scratch, refused
-from conformance.engines.codecs import FullCodec
-from conformance.findings import require
-from conformance.inputs import strategies
-from conformance.inputs.corruptions import change_of
-from conformance.oracle import CODES, State, assert_bit_equal, clone, expected_state
+from . import oracle
+from .driving.codec import Scratch, refused
+from .engines.codecs import FullCodec
+from .findings import require
+from .inputs import strategies
+from .inputs.corruptions import change_of
+from .oracle import CODES, State, assert_bit_equal, clone, expected_state
 
 pytestmark = pytest.mark.check("refuses")
 

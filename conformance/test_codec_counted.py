@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import oracle
-from conformance.driving.codec import Scratch, applied, encoded
-from conformance.driving.counting import assert_counted, assert_right_densities_are_taken
-from conformance.engines.codecs import FullCodec
-from conformance.inputs import strategies
-from conformance.oracle import assert_bit_equal, total_elements
+from . import oracle
+from .driving.codec import Scratch, applied, encoded
+from .driving.counting import assert_counted, assert_right_densities_are_taken
+from .engines.codecs import FullCodec
+from .inputs import strategies
+from .oracle import assert_bit_equal, total_elements
 
 pytestmark = pytest.mark.check("counted")
 

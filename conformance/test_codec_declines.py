@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from conformance import oracle
-from conformance.driving.codec import Scratch, refused
-from conformance.engines.codecs import FullCodec
-from conformance.findings import require
-from conformance.oracle import State, assert_bit_equal, clone, expected_patches, expected_state, total_elements
+from . import oracle
+from .driving.codec import Scratch, refused
+from .engines.codecs import FullCodec
+from .findings import require
+from .oracle import State, assert_bit_equal, clone, expected_patches, expected_state, total_elements
 
 pytestmark = pytest.mark.check("declines")
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import oracle
-from conformance.driving.codec import Scratch, encoded
-from conformance.engines.codecs import FullCodec
-from conformance.findings import require
-from conformance.inputs import strategies
-from conformance.oracle import Patch, RawDelta, expected_patches
+from . import oracle
+from .driving.codec import Scratch, encoded
+from .engines.codecs import FullCodec
+from .findings import require
+from .inputs import strategies
+from .oracle import Patch, RawDelta, expected_patches
 
 pytestmark = pytest.mark.check("density_bound")
 

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import oracle
-from conformance.driving.codec import Scratch, assert_same_bytes, encoded
-from conformance.driving.options import Options
-from conformance.engines.codecs import FullCodec
-from conformance.inputs import strategies
-from conformance.oracle import DELTA_FILE, State, clone
+from . import oracle
+from .driving.codec import Scratch, assert_same_bytes, encoded
+from .driving.options import Options
+from .engines.codecs import FullCodec
+from .inputs import strategies
+from .oracle import DELTA_FILE, State, clone
 
 pytestmark = pytest.mark.check("deterministic")
 

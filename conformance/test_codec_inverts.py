@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import oracle
-from conformance.driving.codec import Scratch, applied, encoded
-from conformance.engines.codecs import FullCodec
-from conformance.inputs import strategies
-from conformance.oracle import State, assert_bit_equal, clone, expected_state, total_elements
+from . import oracle
+from .driving.codec import Scratch, applied, encoded
+from .engines.codecs import FullCodec
+from .inputs import strategies
+from .oracle import State, assert_bit_equal, clone, expected_state, total_elements
 
 pytestmark = [pytest.mark.check("inverts"), pytest.mark.needs("inverts")]
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance import oracle
-from conformance.driving.codec import Scratch
-from conformance.engines.codecs import FullCodec
-from conformance.findings import require
+from . import oracle
+from .driving.codec import Scratch
+from .engines.codecs import FullCodec
+from .findings import require
 
 pytestmark = pytest.mark.needs("large")
 

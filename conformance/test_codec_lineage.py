@@ -13,12 +13,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from conformance import oracle
-from conformance.driving.codec import Scratch, assert_reason, raised
-from conformance.engines.codecs import FullCodec
-from conformance.findings import require
-from conformance.inputs import strategies
-from conformance.oracle import State, assert_bit_equal, clone, digests, expected_patches, total_elements
+from . import oracle
+from .driving.codec import Scratch, assert_reason, raised
+from .engines.codecs import FullCodec
+from .findings import require
+from .inputs import strategies
+from .oracle import State, assert_bit_equal, clone, digests, expected_patches, total_elements
 
 pytestmark = [pytest.mark.check("refuses"), pytest.mark.level("versioned")]
 

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conformance import oracle
-from conformance.driving.codec import Scratch, encoded
-from conformance.engines.codecs import FullCodec
-from conformance.findings import Finding, Mismatch, require
-from conformance.inputs import strategies
-from conformance.oracle import State, expected_patches
+from . import oracle
+from .driving.codec import Scratch, encoded
+from .engines.codecs import FullCodec
+from .findings import Finding, Mismatch, require
+from .inputs import strategies
+from .oracle import State, expected_patches
 
 pytestmark = pytest.mark.check("minimal")
 _NAN = pytest.mark.needs("nan_values")

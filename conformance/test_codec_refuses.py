@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from conformance import oracle
-from conformance.driving.codec import Scratch, applied, assert_reason, must_refuse, refusal
-from conformance.engines.codecs import FullCodec
-from conformance.inputs.malformed import FAULTS, PATCHES, STATE
-from conformance.oracle import State, assert_bit_equal, expected_state, total_elements
+from . import oracle
+from .driving.codec import Scratch, applied, assert_reason, must_refuse, refusal
+from .engines.codecs import FullCodec
+from .inputs.malformed import FAULTS, PATCHES, STATE
+from .oracle import State, assert_bit_equal, expected_state, total_elements
 
 pytestmark = pytest.mark.check("refuses")
 

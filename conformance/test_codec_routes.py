@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from conformance import oracle
-from conformance.engines.codecs import FullCodec
-from conformance.findings import require
-from conformance.oracle import Bits, assert_bit_equal
-from conformance.oracle.layouts import LAYOUTS, Layout, lay_out
+from . import oracle
+from .engines.codecs import FullCodec
+from .findings import require
+from .oracle import Bits, assert_bit_equal
+from .oracle.layouts import LAYOUTS, Layout, lay_out
 
 pytestmark = [pytest.mark.check("routes"), pytest.mark.needs("routes")]
 

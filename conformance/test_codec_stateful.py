@@ -29,12 +29,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from conformance import oracle
-from conformance.driving.codec import encoded
-from conformance.engines.codecs import FullCodec
-from conformance.findings import require
-from conformance.inputs import strategies
-from conformance.oracle import Patch, State, assert_bit_equal, bits, clone, expected_patches, expected_state
+from . import oracle
+from .driving.codec import encoded
+from .engines.codecs import FullCodec
+from .findings import require
+from .inputs import strategies
+from .oracle import Patch, State, assert_bit_equal, bits, clone, expected_patches, expected_state
 
 pytestmark = pytest.mark.check("bit_exact")
 

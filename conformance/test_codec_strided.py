@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance import oracle
-from conformance.driving.codec import Scratch
-from conformance.engines.codecs import FullCodec
-from conformance.inputs import strategies
-from conformance.inputs.memory import Placed
-from conformance.oracle import assert_bit_equal, bits, expected_patches, expected_state, total_elements
+from . import oracle
+from .driving.codec import Scratch
+from .engines.codecs import FullCodec
+from .inputs import strategies
+from .inputs.memory import Placed
+from .oracle import assert_bit_equal, bits, expected_patches, expected_state, total_elements
 
 pytestmark = pytest.mark.check("bit_exact")
 

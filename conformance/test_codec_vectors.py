@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance import oracle
-from conformance.driving.codec import (
+from . import oracle
+from .driving.codec import (
     Scratch,
     applied,
     assert_reason,
@@ -22,10 +22,10 @@ from conformance.driving.codec import (
     raised,
     refusal,
 )
-from conformance.engines.codecs import FullCodec
-from conformance.findings import require
-from conformance.golden.corpus import Vector, assert_whole, load
-from conformance.oracle import DELTA_FILE, METADATA_FILE, assert_bit_equal, clone
+from .engines.codecs import FullCodec
+from .findings import require
+from .golden.corpus import Vector, assert_whole, load
+from .oracle import DELTA_FILE, METADATA_FILE, assert_bit_equal, clone
 
 VECTORS = load()
 OWN_KEYS = ("format", "format_version", "layer_names", "layer_shapes", "changed_elements", "total_elements", "requires")

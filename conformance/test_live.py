@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conformance import oracle
-from conformance.driving.options import Options, options_of
-from conformance.findings import InfrastructureFailed, require
-from conformance.inputs import checkpoints
-from conformance.inputs.checkpoints import Checkpoint
-from conformance.live import changes, judge
-from conformance.live.backends import backend_of
-from conformance.live.row import Row
-from conformance.live.truth import Truths
+from . import oracle
+from .driving.options import Options, options_of
+from .findings import InfrastructureFailed, require
+from .inputs import checkpoints
+from .inputs.checkpoints import Checkpoint
+from .live import changes, judge
+from .live.backends import backend_of
+from .live.row import Row
+from .live.truth import Truths
 
 pytestmark = pytest.mark.timeout(600)
 

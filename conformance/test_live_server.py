@@ -9,17 +9,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from conformance import oracle
-from conformance.driving.options import Options
-from conformance.inputs import checkpoints
-from conformance.inputs.checkpoints import State
-from conformance.live import changes
-from conformance.live.backends import backend_of
-from conformance.live.refusals import words
-from conformance.live.row import Backend
-from conformance.live.runner import environment
-from conformance.live.server import Server
-from conformance.live.truth import Truths, prompts
+from . import oracle
+from .driving.options import Options
+from .inputs import checkpoints
+from .inputs.checkpoints import State
+from .live import changes
+from .live.backends import backend_of
+from .live.refusals import words
+from .live.row import Backend
+from .live.runner import environment
+from .live.server import Server
+from .live.truth import Truths, prompts
 
 MODEL = "qwen3-untied"
 pytestmark = [pytest.mark.timeout(600), pytest.mark.row(f"{MODEL} http tp=1")]

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from conformance.driving.options import Options
-from conformance.inputs import checkpoints
-from conformance.inputs.checkpoints import State
-from conformance.live import changes, judge
-from conformance.live.backends import backend_of
-from conformance.live.row import Row
-from conformance.live.setup import COMPILED, beside_adapter
-from conformance.live.truth import Truths
+from .driving.options import Options
+from .inputs import checkpoints
+from .inputs.checkpoints import State
+from .live import changes, judge
+from .live.backends import backend_of
+from .live.row import Row
+from .live.setup import COMPILED, beside_adapter
+from .live.truth import Truths
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from conformance import oracle
-from conformance.driving.options import Options
-from conformance.findings import EngineFailed, require
-from conformance.inputs import checkpoints
-from conformance.inputs.checkpoints import State
-from conformance.live import changes
-from conformance.live.backends import backend_of
-from conformance.live.refusals import words
-from conformance.live.row import Row
-from conformance.live.truth import Truths
-from conformance.oracle import digests
+from . import oracle
+from .driving.options import Options
+from .findings import EngineFailed, require
+from .inputs import checkpoints
+from .inputs.checkpoints import State
+from .live import changes
+from .live.backends import backend_of
+from .live.refusals import words
+from .live.row import Row
+from .live.truth import Truths
+from .oracle import digests
 
 pytestmark = [
     pytest.mark.timeout(600),

@@ -11,10 +11,10 @@ import pytest
 from hypothesis.errors import UnsatisfiedAssumption
 from torch import Tensor
 
-from conformance.engines.capabilities import BY_ID
-from conformance.engines.codecs import Codec
-from conformance.findings import EngineFailed, Finding, InfrastructureFailed, Mismatch, require
-from conformance.oracle import State, assert_bit_equal, clone
+from ..engines.capabilities import BY_ID
+from ..engines.codecs import Codec
+from ..findings import EngineFailed, Finding, InfrastructureFailed, Mismatch, require
+from ..oracle import State, assert_bit_equal, clone
 
 Scratch = Callable[[], AbstractContextManager[Path]]
 """Makes an empty directory that is gone after its `with` block."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from conformance import oracle
-from conformance.driving.codec import Scratch, applied, encoded, refusal
-from conformance.engines.codecs import Codec
-from conformance.findings import require
-from conformance.oracle import State, assert_bit_equal, expected_patches, total_elements
+from .. import oracle
+from ..engines.codecs import Codec
+from ..findings import require
+from ..oracle import State, assert_bit_equal, expected_patches, total_elements
+from .codec import Scratch, applied, encoded, refusal
 
 
 def assert_counted(engine: Codec, base: State, target: State, scratch: Scratch) -> None:

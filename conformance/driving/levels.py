@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from conformance.driving.checks import CHECKS
+from .checks import CHECKS
 
 PASSED, FAILED, DECLINED, NOT_RUN, NOT_JUDGED = "passed", "failed", "declined", "not run", "not judged"
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from conformance.driving import levels, xfails
-from conformance.engines.program import TIMEOUT
+from ..engines.program import TIMEOUT
+from . import levels, xfails
 
 LIVE_ENGINE = "vllm"
 LIVE_TP = (1, 2)
@@ -162,7 +162,7 @@ def _check_places(given: Mapping[str, Any], engine: str) -> None:
 def _checkpoint(given: str | None) -> str | None:
     """As it was given, once it is known to be there: an engine would find out after a minute."""
     if given is not None:
-        from conformance.inputs import checkpoints
+        from ..inputs import checkpoints
 
         try:
             checkpoints.given(given)

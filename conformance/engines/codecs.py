@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor
 
-from conformance.engines import capabilities
-from conformance.engines.capabilities import CODEC
-from conformance.engines.program import TIMEOUT, Program
-from conformance.findings import EngineFailed, InfrastructureFailed
-from conformance.oracle.layouts import Layout, Piece
+from ..findings import EngineFailed, InfrastructureFailed
+from ..oracle.layouts import Layout, Piece
+from . import capabilities
+from .capabilities import CODEC
+from .program import TIMEOUT, Program
 
 if TYPE_CHECKING:
     from refdelta.layout_map import LayoutMap, Region

@@ -32,11 +32,11 @@ from typing import Any
 from hypothesis import assume, currently_in_test_context
 from torch import Tensor
 
-from conformance import oracle
-from conformance.engines import capabilities, interrupts
-from conformance.engines.capabilities import PROGRAM
-from conformance.findings import EngineFailed, InfrastructureFailed
-from conformance.oracle import CODES, DELTA_FILE, METADATA_FILE, State
+from .. import oracle
+from ..findings import EngineFailed, InfrastructureFailed
+from ..oracle import CODES, DELTA_FILE, METADATA_FILE, State
+from . import capabilities, interrupts
+from .capabilities import PROGRAM
 
 TIMEOUT = 60.0
 DONE, REFUSED = 0, 3

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from conformance.golden.corpus import CORPUS
-from conformance.golden.writing import write
+from .corpus import CORPUS
+from .writing import write
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from conformance import oracle
-from conformance.inputs.strategies import capabilities_of
+from .. import oracle
+from ..inputs.strategies import capabilities_of
 
 CORPUS = Path(__file__).parents[1] / "vectors"
 KINDS = ("valid", "invalid")

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from conformance import oracle
-from conformance.golden.parts import (
+from .. import oracle
+from ..inputs.malformed import FAULTS, Fault
+from ..oracle import DELTA_FILE, METADATA_FILE, Draft, Patch, digests, draft, expected_patches, total_elements
+from .parts import (
     Corpus,
     delta_files,
     draft_of,
@@ -23,9 +25,7 @@ from conformance.golden.parts import (
     packed_state,
     tensor,
 )
-from conformance.golden.valid import put
-from conformance.inputs.malformed import FAULTS, Fault
-from conformance.oracle import DELTA_FILE, METADATA_FILE, Draft, Patch, digests, draft, expected_patches, total_elements
+from .valid import put
 
 BASE: Mapping[str, Tensor] = {
     "a.weight": tensor("BF16", (3, 5)),

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from conformance import oracle
-from conformance.oracle import DELTA_FILE, METADATA_FILE, Bits, Draft, Patch, State, digests
+from .. import oracle
+from ..oracle import DELTA_FILE, METADATA_FILE, Bits, Draft, Patch, State, digests
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,10 @@ from itertools import pairwise
 import numpy as np
 from torch import Tensor
 
-from conformance import oracle
-from conformance.golden.parts import (
+from .. import oracle
+from ..inputs import strategies
+from ..oracle import DELTA_FILE, Draft, Patch, State, digests, draft, expected_patches, total_elements
+from .parts import (
     Corpus,
     composed_patches,
     delta_files,
@@ -23,8 +25,6 @@ from conformance.golden.parts import (
     packed_state,
     tensor,
 )
-from conformance.inputs import strategies
-from conformance.oracle import DELTA_FILE, Draft, Patch, State, digests, draft, expected_patches, total_elements
 
 Change = Callable[[Draft], object]
 

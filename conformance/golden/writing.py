@@ -11,9 +11,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from conformance.golden import invalid, valid
-from conformance.golden.corpus import KINDS
-from conformance.golden.parts import Corpus, Vector
+from . import invalid, valid
+from .corpus import KINDS
+from .parts import Corpus, Vector
 
 
 def corpus() -> list[Vector]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.random import Generator
 
-from conformance.oracle import DELTA_FILE, METADATA_FILE
+from ..oracle import DELTA_FILE, METADATA_FILE
 
 Files = dict[str, bytes]
 Corruption = Callable[[Generator, Files], None]

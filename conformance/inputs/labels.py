@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from conformance.inputs.memory import KINDS, Aliased, Placed
-from conformance.oracle import CODES, DTYPES, Bits, Patch, State, bits, expected_patches, unsigned, width
+from ..oracle import CODES, DTYPES, Bits, Patch, State, bits, expected_patches, unsigned, width
+from .memory import KINDS, Aliased, Placed
 
 IEEE = {"F64": (11, 52), "F32": (8, 23), "F16": (5, 10), "BF16": (8, 7), "F8_E5M2": (5, 2)}
 """Exponent and mantissa bits of the dtypes with infinities and several NaNs."""

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from conformance import oracle
-from conformance.oracle import DELTA_FILE, METADATA_FILE, Bits, Draft, Entry, Patch, draft, pack, pack_raw, unpack
+from .. import oracle
+from ..oracle import DELTA_FILE, METADATA_FILE, Bits, Draft, Entry, Patch, draft, pack, pack_raw, unpack
 
 Files = Mapping[str, bytes | None]
 """What a directory holds; None stands for a directory where a file belongs."""

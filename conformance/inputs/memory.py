@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from conformance.oracle import Patch, State, clone, expected_patches
+from ..oracle import Patch, State, clone, expected_patches
 
 KINDS = ("contiguous", "stepped", "transposed", "offset")
 """Where the elements of a view lie: as in its buffer, every other one, column by column, behind an offset."""

@@ -32,11 +32,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from conformance.inputs import labels
-from conformance.inputs.corruptions import CORRUPTIONS
-from conformance.inputs.labels import IEEE
-from conformance.inputs.memory import KINDS, Aliased, Placed
-from conformance.oracle import (
+from ..oracle import (
     CODES,
     DTYPES,
     FLOATING,
@@ -52,6 +48,10 @@ from conformance.oracle import (
     unsigned,
     width,
 )
+from . import labels
+from .corruptions import CORRUPTIONS
+from .labels import IEEE
+from .memory import KINDS, Aliased, Placed
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 P = ParamSpec("P")

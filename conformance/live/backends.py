@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from conformance.driving.options import Options
-from conformance.engines import capabilities
-from conformance.engines.capabilities import LIVE
-from conformance.engines.codecs import BadEngine
-from conformance.live import probe
-from conformance.live.row import Backend
-from conformance.live.runner import environment
+from ..driving.options import Options
+from ..engines import capabilities
+from ..engines.capabilities import LIVE
+from ..engines.codecs import BadEngine
+from . import probe
+from .row import Backend
+from .runner import environment
 
 GROUP = "vllm.general_plugins"
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from conformance import oracle
-from conformance.inputs.checkpoints import State, clone
+from .. import oracle
+from ..inputs.checkpoints import State, clone
 
 Aliases = tuple[str, str] | None
 Positions = NDArray[np.int64]

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.inputs.checkpoints import Checkpoint, State, aliases, load, save
-from conformance.live.runner import START_TIMEOUT, Host, start_arguments
+from ..inputs.checkpoints import Checkpoint, State, aliases, load, save
+from .runner import START_TIMEOUT, Host, start_arguments
 
 TOLERANCE = 1e-4
 """By how much the two may differ in a log-probability, and in how far it moves; they were seen to differ by 2e-5."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from conformance import oracle
+from .. import oracle
 
 Encode = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Path], None]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conformance.live import probe
+from . import probe
 
 TOKENS = 4
 """Tokens generated for each prompt."""
@@ -78,7 +78,7 @@ class Engine:
             "seed": 0,
             "disable_log_stats": True,
             "kv_cache_memory_bytes": 16 << 20,
-            "worker_extension_cls": "conformance.live.probe.Probe",
+            "worker_extension_cls": f"{__package__}.probe.Probe",
         }
         if backend is not None:
             options["weight_transfer_config"] = {"backend": backend}

@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conformance.live import shared_memory
-from conformance.live.engine import Engine
-from conformance.live.watch import TimedOut, Watch
+from . import shared_memory
+from .engine import Engine
+from .watch import TimedOut, Watch
 
 
 class Server:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from conformance.findings import Finding
-from conformance.live.engine import Output
+from ..findings import Finding
+from .engine import Output
 
 
 @dataclass(frozen=True, slots=True)

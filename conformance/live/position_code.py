@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from conformance.inputs.checkpoints import State, with_state
-from conformance.live.judge import RankDump
+from ..inputs.checkpoints import State, with_state
+from .judge import RankDump
 
 BASE = 256
 Numbers = NDArray[np.int64]

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from conformance.live.host import kill_group
-from conformance.live.watch import Watch
-from conformance.live.zygote import MESSAGE_BYTES
+from .host import kill_group
+from .watch import Watch
+from .zygote import MESSAGE_BYTES
 
 _LATE = ("VLLM_PLUGINS", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR", "PYTEST_CURRENT_TEST")
 _LATE_PREFIXES = ("CONFORMANCE_", "REFDELTA_")
@@ -64,7 +64,7 @@ class Zygote:
         self.log = Path(self._home.name) / "log"
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = Plain("conformance.live.zygote", theirs, env, self.log)
+            self._process = Plain(f"{__package__}.zygote", theirs, env, self.log)
 
     def fork(self, env: Mapping[str, str], end: socket.socket, log: Path, timeout: float) -> Forked:
         """A child that serves on ``end``. Raises TimeoutError, OSError or EOFError where the zygote does not answer.

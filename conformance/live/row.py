@@ -13,20 +13,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from conformance import oracle
-from conformance.driving.codec import skip_for
-from conformance.driving.options import UPDATE_INFO, filled
-from conformance.engines import capabilities
-from conformance.findings import EngineFailed, Finding, InfrastructureFailed, Late, Mismatch, require
-from conformance.inputs import checkpoints
-from conformance.inputs.checkpoints import Checkpoint, State, aliases, load, with_state
-from conformance.live import changes, judge
-from conformance.live.encoder import Encode, encode_with_oracle, encode_with_refdelta
-from conformance.live.engine import Output
-from conformance.live.refusals import words
-from conformance.live.runner import Host, HostDied, HostError, HostTimedOut, environment, twice_if_late
-from conformance.live.setup import PLAIN, Setup
-from conformance.live.truth import Truth, Truths, prompts
+from .. import oracle
+from ..driving.codec import skip_for
+from ..driving.options import UPDATE_INFO, filled
+from ..engines import capabilities
+from ..findings import EngineFailed, Finding, InfrastructureFailed, Late, Mismatch, require
+from ..inputs import checkpoints
+from ..inputs.checkpoints import Checkpoint, State, aliases, load, with_state
+from . import changes, judge
+from .encoder import Encode, encode_with_oracle, encode_with_refdelta
+from .engine import Output
+from .refusals import words
+from .runner import Host, HostDied, HostError, HostTimedOut, environment, twice_if_late
+from .setup import PLAIN, Setup
+from .truth import Truth, Truths, prompts
 
 _REASON = re.compile(r"\[([a-z_]+)\]")
 """A reason stands in square brackets in the error's text, for refdelta's backend after its name."""

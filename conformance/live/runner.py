@@ -10,10 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from conformance.inputs.checkpoints import Checkpoint
-from conformance.live import probe
-from conformance.live.processes import Plain, Process, zygote
-from conformance.live.watch import TimedOut, Watch
+from ..inputs.checkpoints import Checkpoint
+from . import probe
+from .processes import Plain, Process, zygote
+from .watch import TimedOut, Watch
 
 T = TypeVar("T")
 START_TIMEOUT = 240.0
@@ -106,7 +106,7 @@ class Host:
         self._pending = b""
         if plain:
             with self._theirs:
-                self._process = Plain("conformance.live.host", self._theirs, self._env, log)
+                self._process = Plain(f"{__package__}.host", self._theirs, self._env, log)
         else:
             zygote(self._env)
 

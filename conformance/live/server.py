@@ -15,11 +15,11 @@ from typing import Any, Self
 
 import httpx
 
-from conformance.findings import Late
-from conformance.live.engine import TOKENS
-from conformance.live.host import die_with_parent, kill_group
-from conformance.live.runner import CALL_TIMEOUT, START_TIMEOUT
-from conformance.live.watch import WALL_FACTOR, TimedOut, Watch
+from ..findings import Late
+from .engine import TOKENS
+from .host import die_with_parent, kill_group
+from .runner import CALL_TIMEOUT, START_TIMEOUT
+from .watch import WALL_FACTOR, TimedOut, Watch
 
 
 class Server:

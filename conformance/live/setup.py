@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from conformance.inputs.checkpoints import State, random_tensor
-from conformance.live import compiler
+from ..inputs.checkpoints import State, random_tensor
+from . import compiler
 
 ADAPTER_RANK = 8
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.inputs.checkpoints import Checkpoint, content_digest
-from conformance.live.engine import Output
-from conformance.live.judge import RankDump, read_dumps
-from conformance.live.runner import START_TIMEOUT, Host, HostTimedOut, environment, start_arguments
-from conformance.live.setup import PLAIN, Setup
+from ..inputs.checkpoints import Checkpoint, content_digest
+from .engine import Output
+from .judge import RankDump, read_dumps
+from .runner import START_TIMEOUT, Host, HostTimedOut, environment, start_arguments
+from .setup import PLAIN, Setup
 
 KEEP_BYTES = 1 << 30
 """Truths on disk beyond this many bytes are dropped, the oldest first; the tiny models never reach it."""

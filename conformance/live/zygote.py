@@ -21,8 +21,8 @@ import sys
 import tempfile
 from typing import Any
 
-from conformance.live import host, probe
-from conformance.live.engine import Engine
+from . import host, probe
+from .engine import Engine
 
 MESSAGE_BYTES = 1 << 18
 """The longest message; an environment is the long part of one."""

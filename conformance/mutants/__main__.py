@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from conformance.mutants import ci, codec_run, own_run, report
-from conformance.mutants.beside import beside
-from conformance.mutants.cells import Judged, killed_by
-from conformance.mutants.registry import CODEC, EXAMPLES, LIVE, OWN, RUNS, SEEDS, Mutant, mutants
-from conformance.suite import matrix
+from ..suite import matrix
+from . import ci, codec_run, own_run, report
+from .beside import beside
+from .cells import Judged, killed_by
+from .registry import CODEC, EXAMPLES, LIVE, OWN, RUNS, SEEDS, Mutant, mutants
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -61,7 +61,7 @@ def run(wanted: Sequence[Mutant], options: argparse.Namespace, passed: set[str])
             yield from codec_run.run(of[CODEC], **how)
 
     def with_engines() -> Iterator[Judged]:
-        from conformance.mutants import live_run
+        from . import live_run
 
         yield from live_run.run(of[LIVE], seeds=seeds[LIVE], quick=options.quick, passed=passed)
 

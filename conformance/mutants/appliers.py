@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance import oracle
-from conformance.mutants.registry import codec_mutants
-from conformance.mutants.right import Plain, reread
-from conformance.oracle import Patch, bits
+from .. import oracle
+from ..oracle import Patch, bits
+from .registry import codec_mutants
+from .right import Plain, reread
 
 caught_by = codec_mutants("applier")
 

@@ -6,7 +6,7 @@ import multiprocessing
 import queue
 from collections.abc import Callable, Iterator, Sequence
 
-from conformance.mutants.cells import Judged
+from .cells import Judged
 
 _POLL_S = 1.0
 

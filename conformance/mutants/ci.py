@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from conformance.mutants.registry import LIVE, OWN, Mutant
+from .registry import LIVE, OWN, Mutant
 
 NAMES: frozenset[str] = frozenset(
     {

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from conformance.mutants.registry import own_mutants
 from refdelta.vllm.calls.client import Client
+
+from .registry import own_mutants
 
 caught_by = own_mutants("client", "tests/client/test_client.py")
 

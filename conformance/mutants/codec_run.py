@@ -24,12 +24,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import core as hypothesis_core
 
-from conformance.driving.options import Options
-from conformance.engines.codecs import FullCodec, Reference
-from conformance.inputs import strategies
-from conformance.mutants.cells import KILLED, PASSED, SKIPPED, Cell, Cells, Judged
-from conformance.mutants.registry import CODEC, Mutant, mutants
-from conformance.mutants.right import Plain
+from ..driving.options import Options
+from ..engines.codecs import FullCodec, Reference
+from ..inputs import strategies
+from .cells import KILLED, PASSED, SKIPPED, Cell, Cells, Judged
+from .registry import CODEC, Mutant, mutants
+from .right import Plain
 
 SUITE = Path(__file__).parents[1]
 PROFILE = "mutants"
@@ -135,7 +135,7 @@ def collect() -> list[Test]:
 
 
 def _test(item: pytest.Function) -> Test:
-    from conformance.suite import matrix, plugin
+    from ..suite import matrix, plugin
 
     arguments = item.callspec.params if hasattr(item, "callspec") else {}
     return Test(

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance import oracle
-from conformance.engines import codecs as engines
-from conformance.mutants.registry import codec_mutants
-from conformance.mutants.right import Plain
-from conformance.oracle import CODES, Patch, State, bits, from_bits
+from .. import oracle
+from ..engines import codecs as engines
+from ..oracle import CODES, Patch, State, bits, from_bits
+from .registry import codec_mutants
+from .right import Plain
 
 caught_by = codec_mutants("encoder")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from conformance import oracle
-from conformance.mutants.registry import codec_mutants
-from conformance.mutants.right import Plain
-from conformance.oracle import CODES, bits, digests
+from .. import oracle
+from ..oracle import CODES, bits, digests
+from .registry import codec_mutants
+from .right import Plain
 
 caught_by = codec_mutants("history")
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance.mutants.registry import LIVE, Broken, Mutant, register
 from refdelta.apply import read_delta
 from refdelta.codec import bits, encoding
 from refdelta.layout_map import LayoutMap, Region
@@ -32,6 +31,8 @@ from refdelta.vllm.update.options import Options
 from refdelta.vllm.update.proven_layout import Piece, ProvenLayout
 from refdelta.vllm.update.ranks import RankGroup, StepFailed
 from refdelta.vllm.update.updating import DeltaUpdate
+
+from .registry import LIVE, Broken, Mutant, register
 
 QWEN, QWEN_TP2, GEMMA, MOE, TIED = (
     "qwen3-untied tp=1",

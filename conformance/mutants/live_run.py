@@ -15,18 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from conformance.driving.checks import LIVE_CHECKS
-from conformance.findings import InfrastructureFailed
-from conformance.inputs import checkpoints
-from conformance.inputs.checkpoints import State
-from conformance.live import changes
-from conformance.live.row import Backend, Row
-from conformance.live.truth import Truths
-from conformance.mutants import switch
-from conformance.mutants.cells import KILLED, PASSED, SKIPPED, Cell, Judged
-from conformance.mutants.live import ROWS
-from conformance.mutants.registry import LIVE, Mutant, mutants
-from conformance.mutants.report import UNBROKEN
+from ..driving.checks import LIVE_CHECKS
+from ..findings import InfrastructureFailed
+from ..inputs import checkpoints
+from ..inputs.checkpoints import State
+from ..live import changes
+from ..live.row import Backend, Row
+from ..live.truth import Truths
+from . import switch
+from .cells import KILLED, PASSED, SKIPPED, Cell, Judged
+from .live import ROWS
+from .registry import LIVE, Mutant, mutants
+from .report import UNBROKEN
 
 Check = Callable[[Row], None]
 
@@ -88,7 +88,7 @@ class SharedRow(Row):
 
 def live_tests(row: str) -> dict[str, tuple[str, Check]]:
     """Test -> its check and its function, of those that a row runs."""
-    from conformance import test_live, test_live_versions
+    from .. import test_live, test_live_versions
 
     first = row == next(iter(ROWS))
     found: dict[str, tuple[str, Check]] = {}

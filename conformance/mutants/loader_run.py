@@ -26,15 +26,16 @@ from typing import Any
 
 import numpy as np
 
-from conformance.inputs import checkpoints
-from conformance.inputs.checkpoints import Checkpoint
-from conformance.live import host, judge, probe
-from conformance.live.engine import Engine
-from conformance.live.position_code import Code, Numbers, read
-from conformance.live.runner import environment
-from conformance.live.truth import Truths
-from conformance.mutants.loaders import BY_NAME, EDITS, Edit, install
 from refdelta.layout_map import Box, LayoutMap, TensorInfo, layout_from_config
+
+from ..inputs import checkpoints
+from ..inputs.checkpoints import Checkpoint
+from ..live import host, judge, probe
+from ..live.engine import Engine
+from ..live.position_code import Code, Numbers, read
+from ..live.runner import environment
+from ..live.truth import Truths
+from .loaders import BY_NAME, EDITS, Edit, install
 
 MODEL, TP = "qwen3-untied", 2
 STORED = Path(__file__).with_name("loaders.json")
@@ -195,7 +196,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     # Workers know this module by its name; the program must not be another one.
-    from conformance.mutants import loader_run
+    from . import loader_run
 
     if len(sys.argv) > 1:
         loader_run._fork_all(json.loads(sys.argv[1]))

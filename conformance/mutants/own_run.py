@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from conformance.mutants.cells import KILLED, PASSED, Cell, Judged
-from conformance.mutants.registry import OWN, Mutant, mutants
+from .cells import KILLED, PASSED, Cell, Judged
+from .registry import OWN, Mutant, mutants
 
 ROOT = Path(__file__).parents[2]
 """The repository: an installed suite has no tests of refdelta's."""

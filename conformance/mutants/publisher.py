@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from conformance.mutants.registry import own_mutants
 from refdelta.codec import bits
 from refdelta.encode import DeltaEncoder
 from refdelta.files import atomic as files
 from refdelta.files import writing
 from refdelta.spec import Delta, DeltaError, Reason
+
+from .registry import own_mutants
 
 caught_by = own_mutants("publisher", "tests/codec")
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from conformance import oracle
-from conformance.engines import codecs as engines
-from conformance.mutants.registry import codec_mutants
-from conformance.mutants.right import Plain, reread
-from conformance.oracle import Patch
+from .. import oracle
+from ..engines import codecs as engines
+from ..oracle import Patch
+from .registry import codec_mutants
+from .right import Plain, reread
 
 caught_by = codec_mutants("reader")
 

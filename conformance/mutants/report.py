@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conformance.driving.checks import CHECKS, CODEC_CHECKS, LIVE_CHECKS
-from conformance.mutants import ci
-from conformance.mutants.cells import Cell, Cells, Judged, killed_by, to_json
-from conformance.mutants.loaders import EDITS
-from conformance.mutants.registry import CODEC, EXAMPLES, FAULTS, LIVE, OWN, SEEDS, Mutant, mutants
+from ..driving.checks import CHECKS, CODEC_CHECKS, LIVE_CHECKS
+from . import ci
+from .cells import Cell, Cells, Judged, killed_by, to_json
+from .loaders import EDITS
+from .registry import CODEC, EXAMPLES, FAULTS, LIVE, OWN, SEEDS, Mutant, mutants
 
 UNBROKEN = "unbroken"
 """The live engine without a mutant, in the results."""

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conformance import oracle
-from conformance.engines.codecs import CAPABILITIES
-from conformance.oracle import CODES, Patch, State, bits, digests, from_bits
-from conformance.oracle.layouts import Layout, Piece
+from .. import oracle
+from ..engines.codecs import CAPABILITIES
+from ..oracle import CODES, Patch, State, bits, digests, from_bits
+from ..oracle.layouts import Layout, Piece
 
 
 class Plain:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from conformance.mutants.registry import codec_mutants
-from conformance.mutants.right import Plain
-from conformance.oracle.layouts import Layout, Piece
+from ..oracle.layouts import Layout, Piece
+from .registry import codec_mutants
+from .right import Plain
 
 caught_by = codec_mutants("router")
 

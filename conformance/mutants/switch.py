@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from conformance.live.probe import Probe
+from ..live.probe import Probe
 
 _ON: list[pytest.MonkeyPatch] = []
 

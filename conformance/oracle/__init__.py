@@ -1,6 +1,6 @@
 """The suite's own restatement of the format, in numpy and torch; it shares no code with refdelta."""
 
-from conformance.oracle.restated import (
+from .restated import (
     CODES,
     DELTA_FILE,
     DTYPES,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from conformance.oracle import CODES, State, bits
+from . import CODES, State, bits
 
 WORDS = 2**64
 LAST = WORDS - 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from conformance.oracle import Bits
+from . import Bits
 
 Range = tuple[int, int]
 """First and one past the last, along one axis."""

@@ -42,7 +42,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from conformance.findings import Finding, Mismatch
+from ..findings import Finding, Mismatch
 
 State = Mapping[str, Tensor]
 Bits = NDArray[Any]

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import pytest
 
-from conformance.findings import InfrastructureFailed, Late
+from ..findings import InfrastructureFailed, Late
 
 
 @runtime_checkable

@@ -23,7 +23,7 @@ from importlib import metadata
 
 import pytest
 
-from conformance.suite.results import skip_reason
+from .results import skip_reason
 
 CODEC_PROVES = (
     "A pass proves that this engine writes and reads deltas as the suite's own restatement of the format does, for the"

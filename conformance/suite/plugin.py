@@ -1,9 +1,10 @@
 """The suite as a pytest plugin: options, engine, selection, outcomes, and what is printed and written at the end.
 
-`conftest.py` brings it in, or `launch` does where the suite is started by `--pyargs`. Profiles of Hypothesis: `ci`
-(derandomised, the default), `nightly` (random, more examples, keeps failing ones), `quick` (as `ci`, without
-shrinking), `program` (as `ci` with fewer examples, ending at the first fault, the default for `exec:`), `smoke` (as
-`quick` with very few). In each of them, shrinking is bounded (`shrinking`).
+`conftest.py` brings it in, or `refdelta.cli.pytest_plugin` does where the suite is started by `--pyargs`.
+
+Profiles of Hypothesis: `ci` (derandomised, the default), `nightly` (random, more examples, keeps failing ones),
+`quick` (as `ci`, without shrinking), `program` (as `ci` with fewer examples, ending at the first fault, the default for
+`exec:`), `smoke` (as `quick` with very few). In each of them, shrinking is bounded (`shrinking`).
 Nothing is written into the working directory, but for what pytest's own cache writes (`-p no:cacheprovider`).
 """
 
@@ -22,16 +23,16 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import InvalidArgument
 
-from conformance.driving import levels, xfails
-from conformance.driving.checks import CODEC_CHECKS
-from conformance.driving.codec import skip_for
-from conformance.driving.options import GATE, Options, add_options, options_of
-from conformance.engines import capabilities, interrupts
-from conformance.engines import codecs as engines
-from conformance.findings import Late
-from conformance.suite import again, matrix, results, shrinking
-from conformance.suite.results import Result
-from conformance.suite.run import Exit, Run, files_of
+from ..driving import levels, xfails
+from ..driving.checks import CODEC_CHECKS
+from ..driving.codec import skip_for
+from ..driving.options import GATE, Options, add_options, options_of
+from ..engines import capabilities, interrupts
+from ..engines import codecs as engines
+from ..findings import Late
+from . import again, matrix, results, shrinking
+from .results import Result
+from .run import PACKAGE, Exit, Run, files_of
 
 RUN: pytest.StashKey[Run] = pytest.StashKey()
 CANNOT_START: pytest.StashKey[bool] = pytest.StashKey()
@@ -104,7 +105,7 @@ def _started(options: Options, config: pytest.Config) -> Run:
     directory = config.invocation_params.dir
     try:
         if options.live:
-            from conformance.live.backends import check_import, declared
+            from ..live.backends import check_import, declared
 
             offered = declared(options, directory)
             if not config.option.collectonly:
@@ -186,7 +187,7 @@ def _plan(run: Run, item: pytest.Item) -> None:
     name = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
     run.results[item.nodeid] = Result(name, check, levels.levels_of(item, check), matrix.row_of(item) or run.name)
     packaged = item.path.parent == Path(__file__).parents[1]
-    run.commands[item.nodeid] = f"conformance.{item.path.stem}::{name.partition('::')[2]}" if packaged else item.nodeid
+    run.commands[item.nodeid] = f"{PACKAGE}.{item.path.stem}::{name.partition('::')[2]}" if packaged else item.nodeid
 
 
 def _expect_failures(run: Run, items: list[pytest.Item]) -> None:
@@ -288,6 +289,6 @@ def _written(run: Run, code: int) -> list[Path]:
     options = run.options
     if options.report is None and options.html is None:
         return []
-    from conformance.suite import report
+    from . import report
 
     return report.write(run, code)

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 
-from conformance.driving.checks import CHECKS
-from conformance.driving.options import UPDATE_INFO
-from conformance.engines import capabilities
-from conformance.findings import shown
-from conformance.suite import matrix
-from conformance.suite.results import OUTCOMES, Result
-from conformance.suite.run import Run, by_outcome
+from ..driving.checks import CHECKS
+from ..driving.options import UPDATE_INFO
+from ..engines import capabilities
+from ..findings import shown
+from . import matrix
+from .results import OUTCOMES, Result
+from .run import PACKAGE, Run, by_outcome
 
 SCHEMA = "report.schema.json"
 TEMPLATE = "report.html.j2"
@@ -184,7 +184,7 @@ def _statistics(result: Result) -> list[str]:
 def reproducer(run: Run, command: str) -> str:
     """The command line that runs one test again, ready to be pasted into a shell."""
     options, profile = run.options, settings.get_current_profile_name()
-    words = ["python", "-m", "pytest", *(["--pyargs"] if command.startswith("conformance.") else []), command]
+    words = ["python", "-m", "pytest", *(["--pyargs"] if command.startswith(f"{PACKAGE}.") else []), command]
     words += ["--engine", options.engine]
     given: Mapping[str, object] = {
         "--backend": options.backend,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from conformance.findings import findings_of, is_infrastructure
+from ..findings import findings_of, is_infrastructure
 
 PASSED, FAILED, SKIPPED, XFAILED, NOT_RUN = "passed", "failed", "skipped", "xfailed", "not run"
 _BLOB = re.compile(r"@reproduce_failure\(.*\)")

@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from conformance.driving import levels
-from conformance.driving.levels import Verdict
-from conformance.driving.options import Options
-from conformance.engines import capabilities
-from conformance.engines.capabilities import CODEC, LIVE, PROGRAM
-from conformance.engines.codecs import FullCodec
-from conformance.engines.program import Program
-from conformance.suite import matrix, results
-from conformance.suite.results import FAILED, NOT_RUN, PASSED, Result
+from ..driving import levels
+from ..driving.levels import Verdict
+from ..driving.options import Options
+from ..engines import capabilities
+from ..engines.capabilities import CODEC, LIVE, PROGRAM
+from ..engines.codecs import FullCodec
+from ..engines.program import Program
+from . import matrix, results
+from .results import FAILED, NOT_RUN, PASSED, Result
+
+PACKAGE = __name__.partition(".")[0]
+"""The suite's name: that of its folder in a clone, `refdelta_conformance` from a wheel."""
 
 
 class Exit(IntEnum):

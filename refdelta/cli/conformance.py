@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -12,11 +13,12 @@ import typer
 
 from refdelta.cli import INTERRUPTED
 from refdelta.cli.output import REFUSED, print_error
+from refdelta.cli.suite import suite_folder
 
 _NEEDS_EXTRA = 3
 """The suite's code for "the infrastructure failed"."""
 _PYTEST_USAGE, _PYTEST_NOTHING = 4, 5
-_NEEDED = ("conformance", "pytest", "hypothesis")
+_NEEDED = ("pytest", "hypothesis")
 
 HELP = """Usage: refdelta conformance [--engine NAME] [OPTIONS] [PYTEST OPTIONS]
 
@@ -28,14 +30,17 @@ infrastructure failed; 130: interrupted. Everything that pytest takes is passed 
 
 def conformance(context: typer.Context) -> int:
     """Judge an engine by the conformance suite (see refdelta conformance --help)."""
-    suite = importlib.util.find_spec("conformance")
+    suite = suite_folder()
+    if suite is None:
+        print_error("missing", "the suite is not installed beside refdelta: pip install 'refdelta[conformance]'")
+        return _NEEDS_EXTRA
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing or suite is None or suite.origin is None:
-        print_error("missing", f"the suite needs {(missing or _NEEDED)[0]}: pip install 'refdelta[conformance]'")
+    if missing:
+        print_error("missing", f"the suite needs {missing[0]}: pip install 'refdelta[conformance]'")
         return _NEEDS_EXTRA
     arguments = list(context.args)
     if "--help" in arguments:
-        print(_help())
+        print(_help(suite.name))
         return 0
     # Nothing is to be written into the working directory.
     sys.dont_write_bytecode = True
@@ -43,9 +48,8 @@ def conformance(context: typer.Context) -> int:
     # The suite is left for pytest to import, which rewrites its assertions so that they say what they found.
     import pytest
 
-    directory = Path(suite.origin).parent
     watch = _Watch()
-    words = [str(directory), "-p", "no:cacheprovider", *_settings(arguments), *arguments]
+    words = [str(suite), "-p", "no:cacheprovider", *_settings(arguments), *arguments]
     code = int(pytest.main(words, plugins=[watch]))
     if watch.interrupted:
         return INTERRUPTED
@@ -68,8 +72,7 @@ def _settings(arguments: list[str]) -> list[str]:
     return [] if given else ["-c", os.devnull, "--rootdir", str(Path.cwd())]
 
 
-def _help() -> str:
-    from conformance.driving.options import OPTIONS
-
-    lines = [f"  {option.name} {option.metavar}".ljust(32) + option.help for option in OPTIONS]
+def _help(suite: str) -> str:
+    options = importlib.import_module(f"{suite}.driving.options").OPTIONS
+    lines = [f"  {option.name} {option.metavar}".ljust(32) + option.help for option in options]
     return HELP + "\n" + "\n".join(lines)
