@@ -19,6 +19,20 @@ REPOSITORY = Path(__file__).parents[2]
 CONFORMANCE = REPOSITORY / "conformance"
 QUIET = ("-q", "-p", "no:cacheprovider", "--tb=short", "--hypothesis-profile=quick")
 
+CONFTEST = """from pathlib import Path
+
+import pytest
+
+from conformance.conftest import *
+from conformance.suite import plugin
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    plugin.run_of(config).homes.add(Path(__file__).parent)
+"""
+"""The suite's own, for a directory that stands for it: a copy could not import what lies beside the original."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

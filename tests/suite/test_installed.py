@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from conformance.suite.run import Exit
+from refdelta.cli.suite import INSTALLED
 from tests.suite.runs import CONFORMANCE, REPOSITORY, Outcome
 
 IN_WHEEL = (
@@ -20,36 +21,36 @@ IN_WHEEL = (
     "report.schema.json",
     "report.html.j2",
     "vectors/README.md",
-    "suite/launch.py",
+    "suite/plugin.py",
     "configs/qwen3-8b.json",
 )
 CHOSEN = "test_counts or declines or test_malformed"
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy, as building writes beside what it builds."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def copy_of_the_sources(target: Path) -> None:
+    """Building writes beside what it builds."""
     for name in ("refdelta", "conformance"):
-        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, source)
-    words = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        ".",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "-w",
-        str(out),
-    ]
-    done = subprocess.run(words, cwd=source, capture_output=True, text=True, timeout=300, check=False)
+        shutil.copytree(REPOSITORY / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, target)
+
+
+def built(source: Path, out: Path) -> Path:
+    """The wheel of a directory, or of an archive, of sources."""
+    options = ("--no-deps", "--no-build-isolation", "--no-index")
+    words = [sys.executable, "-m", "pip", "wheel", str(source), *options, "-w", str(out)]
+    done = subprocess.run(words, cwd=out, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     (found,) = out.glob("*.whl")
     return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    copy_of_the_sources(source)
+    return built(source, out)
 
 
 @pytest.fixture(scope="module")
@@ -73,19 +74,42 @@ def run(installed: Path, cwd: Path, *words: str) -> Outcome:
 def test_the_wheel_carries_the_suite(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in IN_WHEEL:
-        assert f"conformance/{name}" in names
+        assert f"{INSTALLED}/{name}" in names
     vectors = {
-        path.relative_to(REPOSITORY).as_posix() for path in (CONFORMANCE / "vectors").rglob("*") if path.is_file()
+        f"{INSTALLED}/{path.relative_to(CONFORMANCE).as_posix()}"
+        for path in (CONFORMANCE / "vectors").rglob("*")
+        if path.is_file()
     }
     assert len(vectors) > 1000
     assert vectors <= names
-    assert not any(name.startswith(("tests/", "examples/")) for name in names)
+    chapters = {f"{INSTALLED}/{path.name}" for path in CONFORMANCE.glob("test_*.py")}
+    assert len(chapters) > 10
+    assert chapters <= names
+
+
+def test_the_wheel_takes_no_name_of_others(wheel: Path) -> None:
+    """No top-level `conformance`, and none of what needs the clone: broken engines, the demonstration, tests."""
+    names = zipfile.ZipFile(wheel).namelist()
+    packages = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
+    assert packages == {"refdelta", INSTALLED}
+    assert not [name for name in names if name.startswith((f"{INSTALLED}/mutants", f"{INSTALLED}/demo"))]
+
+
+def test_a_wheel_of_the_source_archive_is_the_same(wheel: Path, tmp_path: Path) -> None:
+    """Whoever builds from the archive of the sources gets the same files."""
+    source = tmp_path / "source"
+    copy_of_the_sources(source)
+    backend = "from setuptools import build_meta; print(build_meta.build_sdist('.'))"
+    done = subprocess.run([sys.executable, "-c", backend], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    archive = source / done.stdout.splitlines()[-1]
+    assert sorted(zipfile.ZipFile(built(archive, tmp_path)).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
 
 
 WAYS = {
     "the command": ("-c", "from refdelta.cli import main; main()", "conformance", "-q", "-k", CHOSEN),
-    "pyargs": ("-m", "pytest", "--pyargs", "conformance", "-q", "-p", "no:cacheprovider", "-k", CHOSEN),
-    "one module": ("-m", "pytest", "--pyargs", "conformance.test_codec_counted", "-q", "-p", "no:cacheprovider"),
+    "pyargs": ("-m", "pytest", "--pyargs", INSTALLED, "-q", "-p", "no:cacheprovider", "-k", CHOSEN),
+    "one module": ("-m", "pytest", "--pyargs", f"{INSTALLED}.test_codec_counted", "-q", "-p", "no:cacheprovider"),
 }
 
 
@@ -121,13 +145,13 @@ def test_ctrl_c_in_a_test_is_130(installed: Path, tmp_path: Path) -> None:
 
 
 def test_it_is_the_wheel_s(installed: Path, tmp_path: Path) -> None:
-    where = run(installed, tmp_path, sys.executable, "-c", "import conformance, refdelta; print(conformance.__file__)")
-    assert where.text.strip() == str(installed / "conformance" / "__init__.py")
+    where = run(installed, tmp_path, sys.executable, "-c", f"import {INSTALLED}; print({INSTALLED}.__file__)")
+    assert where.text.strip() == str(installed / INSTALLED / "__init__.py")
 
 
 def test_an_adopter_s_module_leaves_no_bytecode(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from helper import CODEC\n")
-    (tmp_path / "helper.py").write_text("from conformance.engines import Reference\nCODEC = Reference()\n")
+    (tmp_path / "helper.py").write_text(f"from {INSTALLED}.engines import Reference\nCODEC = Reference()\n")
     words = (sys.executable, *WAYS["one module"], "--engine", "mine:CODEC")
     found = run(installed, tmp_path, *words)
     assert found.code == Exit.PASSED, found.text[-3000:]
@@ -145,7 +169,7 @@ def test_bad_usage_ends_alike(installed: Path, way: str, tmp_path: Path) -> None
 
 def test_other_test_runs_are_left_alone(installed: Path, tmp_path: Path) -> None:
     """The plugin adds no option and imports no torch where the suite is not asked for."""
-    loaded = "'torch' not in sys.modules and 'conformance.suite.launch' in sys.modules"
+    loaded = "'torch' not in sys.modules and 'refdelta.cli.pytest_plugin' in sys.modules"
     (tmp_path / "test_own.py").write_text(f"import sys\ndef test_own():\n    assert {loaded}\n")
     words = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest")
     found = run(installed, tmp_path, *words)
@@ -153,3 +177,33 @@ def test_other_test_runs_are_left_alone(installed: Path, tmp_path: Path) -> None
     unknown = run(installed, tmp_path, *words, "--engine", "reference")
     assert unknown.code == pytest.ExitCode.USAGE_ERROR
     assert "unrecognized arguments: --engine" in unknown.text
+
+
+def test_another_package_called_conformance_is_left_alone(installed: Path, tmp_path: Path) -> None:
+    """Others use the name, too; with it on the path the suite is still found, and is still its own."""
+    (tmp_path / "conformance").mkdir()
+    (tmp_path / "conformance" / "__init__.py").write_text("raise RuntimeError('somebody else')\n")
+    for way in ("the command", "one module"):
+        words = (*WAYS[way], "-k", "test_counts") if way == "one module" else WAYS[way]
+        found = run(installed, tmp_path, sys.executable, *words, "--engine", "reference")
+        assert found.code == Exit.PASSED, found.text[-3000:]
+
+
+@pytest.mark.parametrize("order", [("conformance", INSTALLED), (INSTALLED, "conformance")])
+def test_two_copies_are_refused(installed: Path, order: tuple[str, str]) -> None:
+    """A failure that one copy raises is not known to the other."""
+    code = f"import {order[0]}\nimport {order[1]}"
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{installed}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=installed, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "two copies of refdelta's conformance suite in one run" in done.stderr
+
+
+def test_the_installed_name_in_a_clone_is_refused(tmp_path: Path) -> None:
+    """With a sentence that says what to run instead."""
+    words = [sys.executable, "-m", "pytest", "--pyargs", INSTALLED, "-p", "no:cacheprovider"]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"run pytest {CONFORMANCE}" in done.stdout + done.stderr
