@@ -1,7 +1,7 @@
 """Which tensors hold their own elements: all of them, as their dtype, in memory that this process can read and write.
 
-A tensor that does not is no tensor to compare or to write. Its address may be 0, as that of every other of its kind, so
-that they look tied; its size may be 0, so that it looks whole; or an operation of torch fails inside it.
+A tensor that does not cannot be compared or written. Its address may be 0, like that of every other tensor of its kind,
+and then they look tied. Its size may be 0, and then it looks complete. Or an operation of torch fails inside it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WRAPPERS: Final[Mapping[str, str]] = MappingProxyType(
         "NestedTensor": "holds tensors of several shapes: use them one by one",
     }
 )
-"""Class of a tensor that torch does not run operations on itself -> what it is, and what to do."""
+"""Class of tensors whose operations torch leaves to the class itself -> what they are, and what to do."""
 
 _OTHER_WRAPPER: Final = (
     "runs torch's operations itself, so that its memory is not that of its elements: "

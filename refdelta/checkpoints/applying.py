@@ -12,6 +12,8 @@ from refdelta.codec.composition import compose as compose
 from refdelta.codec.composition import join as join
 from refdelta.files.reading import read_delta
 
+__all__ = ["apply_to_checkpoint"]
+
 
 def apply_to_checkpoint(
     delta_path: str | os.PathLike[str],

@@ -1,6 +1,6 @@
-"""The invariants that are stated over states, checked on one run of a tensor at a time.
+"""The invariants about whole states, checked on one run of a tensor at a time.
 
-A run is a 1-D piece of a tensor in the base, in the target or in both, with what the delta says of its positions.
+A run is a 1-D piece of a tensor, in the base, in the target or in both, with the delta's changes in that piece.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["CHECKS", "Check", "Run"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A piece of one tensor; of the states that are not given the runs are empty, and so is what follows from them."""
+    """A piece of one tensor. Where a state is not given, its piece is empty, and so is everything derived from it."""
 
     start: int
     """Position of the first element."""
@@ -61,9 +61,9 @@ class Check:
     id: str
     """Id of an invariant, or ``holds_values``."""
     wrong: Callable[[Run], Tensor]
-    """[n] integers: where in the run it does not hold."""
+    """[n] integers: the places in the run where the check fails."""
     fault: str
-    """Said of the number of such places."""
+    """The fault in words; the number of such places is put before it."""
     needs_base: bool = True
     needs_target: bool = False
 

@@ -1,4 +1,4 @@
-"""The difference of two checkpoints, run by run: what is held is the delta and a run of each side."""
+"""The difference of two checkpoints, run by run. Memory holds the delta and one run of each side."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def diff_checkpoints(
 ) -> Delta:
     """The delta from ``base`` to ``target``, as `refdelta.codec.encoding.diff` gives it. Shards may be cut differently.
 
-    ``lineage`` says run and versions; its digests are computed here. Raises `DeltaError` that lists every name, shape
-    and dtype in which the two differ.
+    ``lineage`` states the run and the versions. Its digests are computed here. Raises `DeltaError` that lists every
+    name, shape and dtype in which the two differ.
     """
     check_comparable(base.infos(), target.infos())
     patches, before, layers = [], ZERO, {}
@@ -54,7 +54,7 @@ def diff_tensor(
     digests: StateDigests | None = None,
     advance: Advance = lambda _: None,
 ) -> TensorPatch:
-    """What differs in one tensor that both have in one shape and dtype; possibly nothing."""
+    """The change of one tensor that both checkpoints hold in the same shape and dtype. It may be empty."""
     info = target.info(name)
     indices = _Growing(index_dtype(info.numel))
     values = _Growing(bits.bit_view(torch.empty(0, dtype=info.dtype)).dtype)

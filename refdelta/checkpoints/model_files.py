@@ -1,4 +1,5 @@
-"""What a layout needs of a model: its config, and the names, shapes and dtypes that its files hold. No weights."""
+"""What a layout needs to know of a model: its config, and names, shapes and dtypes of its tensors. No weights are
+read."""
 
 from __future__ import annotations
 

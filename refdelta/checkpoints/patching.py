@@ -1,4 +1,4 @@
-"""A checkpoint with a delta applied, written run by run: never more than a run of a tensor is held.
+"""Write a checkpoint with a delta applied, run by run. Memory never holds more than one run of a tensor.
 
 Headers are copied as they stand, so that names, order, dtypes, metadata and padding of every shard stay; so are the
 other files of the directory.
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 Advance = Callable[[int], object]
-"""Told the number of bytes after each run of work."""
+"""Called with the number of bytes after each run of work."""
 
 _OTHER_WEIGHTS: Final = (
     "*.safetensors",
@@ -47,7 +47,7 @@ _OTHER_WEIGHTS: Final = (
     "flax_model*",
     "*.gguf",
 )
-"""Files that hold weights which the delta does not reach, or that name them."""
+"""Files with weights that the delta does not change, or with the names of such files."""
 
 
 def patch_checkpoint(
@@ -118,7 +118,7 @@ def check_fits_checkpoint(delta: Delta, infos: Mapping[str, TensorInfo]) -> None
 
 
 def part_in_run(patch: TensorPatch, start: int, length: int) -> TensorPatch:
-    """What ``patch`` says of the positions in [start, start + length)."""
+    """The part of ``patch`` at the positions in [start, start + length)."""
     positions = patch.indices.numpy()
     first = bisect.bisect_left(positions, start)
     stop = bisect.bisect_left(positions, start + length, lo=first)
@@ -142,15 +142,15 @@ class StateDigests:
         self.before = self.after = ZERO
 
     def add_tensor(self, name: str, info: TensorInfo) -> None:
-        """Once per tensor."""
+        """Call once for each tensor."""
         self._add(header_digest(name, info.dtype, info.shape))
 
     def add_run(self, name: str, info: TensorInfo, start: int, run: Tensor) -> None:
-        """Every element once, before it is changed."""
+        """Call with every element once, before it changes."""
         self._add(run_digest(name, info.dtype, info.shape, start, run))
 
     def change(self, part: TensorPatch, old: Tensor) -> None:
-        """What is written over it."""
+        """Call with what is written over it."""
         self.after = roll_digest(self.after, part, old)
 
     def _add(self, share: str) -> None:

@@ -1,7 +1,7 @@
 """Read checkpoints: one safetensors file, or a directory of them with or without an index.
 
-Nothing is mapped into memory: tensors are read when they are asked for, whole or in runs, into memory of their own, so
-that a process holds what it works on and nothing that happens to the files changes what it holds.
+Nothing is mapped into memory. A tensor is read when it is asked for, whole or in runs, into memory of its own. So a
+process holds only what it works on, and later changes of the files do not change what it holds.
 """
 
 from __future__ import annotations

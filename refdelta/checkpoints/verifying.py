@@ -1,4 +1,4 @@
-"""Whether a delta holds what the format promises, as far as it and the checkpoints at hand can show.
+"""Check that a delta keeps the promises of the format, as far as the delta and the given checkpoints can show it.
 
 Streamed: the delta and a few runs of one tensor are in memory.
 """
@@ -29,7 +29,7 @@ from refdelta.spec import DELTA_FILE, INVARIANTS, METADATA_FILE, Delta, DeltaErr
 __all__ = ["COMPOSED_OF", "Finding", "Status", "verify"]
 
 COMPOSED_OF: Final = "composed_of"
-"""Metadata key of a delta that was made of several, and need not be minimal: of how many."""
+"""Metadata key of a composed delta: of how many deltas it was made. Such a delta need not be minimal."""
 
 
 class Status(StrEnum):
@@ -38,7 +38,7 @@ class Status(StrEnum):
     HOLDS = "holds"
     FAILS = "fails"
     NOTED = "noted"
-    """Does not hold, and need not for readers to take the delta."""
+    """The check fails, but readers take the delta all the same."""
     NOT_CHECKED = "not_checked"
 
 
@@ -56,7 +56,7 @@ class Finding:
 def verify(
     delta_path: Path, base: Checkpoint | None, target: Checkpoint | None, *, advance: Advance = lambda _: None
 ) -> list[Finding]:
-    """Every check that the inputs allow: the invariants in their order, then fit and lineage.
+    """Run every check that the inputs allow: the invariants in their order, then fit and lineage.
 
     Raises `DeltaError` where the delta cannot be read at all.
     """

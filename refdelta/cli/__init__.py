@@ -10,6 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+__all__ = ["INTERRUPTED", "main", "run"]
+
 INTERRUPTED = 130
 """What shells say of a program that SIGINT ended."""
 

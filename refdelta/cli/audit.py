@@ -1,4 +1,4 @@
-"""The command on live engines: audit."""
+"""The audit command, for live engines."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from refdelta.cli.output import FAILED, AsJson, console, one_line, print_json, p
 
 if TYPE_CHECKING:
     from refdelta.vllm.auditing.report import AuditReport
+
+__all__ = ["audit"]
 
 _CHECKPOINT_HELP = "Directory of the checkpoint, where the engine reads it."
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from refdelta.checkpoints.verifying import Finding
     from refdelta.spec import Lineage
 
+__all__ = ["apply", "diff", "verify"]
+
 _CHECKPOINT_HELP = "A safetensors file, or a directory of them."
 
 

@@ -1,5 +1,5 @@
-"""All commands, and what becomes of their errors. torch is imported by the commands that need it, so that help and
-usage errors are quick."""
+"""All commands, and how their errors are reported. Only commands that need torch import it, so that help and usage
+errors are quick."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from refdelta.cli.conformance import conformance
 from refdelta.cli.deltas import compose, inspect
 from refdelta.cli.layout import layout
 from refdelta.cli.output import REFUSED, print_error
+
+__all__ = ["app", "invoke", "refdelta", "unwritten"]
 
 
 class _Interrupted(Exception):
@@ -71,7 +73,7 @@ def invoke(arguments: Sequence[str]) -> int:
 
 
 def unwritten(error: OSError) -> int:
-    """What is read is refused by its own errors; what is left is output that nothing takes."""
+    """The refusal for an OSError. Reading has refusals of its own, so what is left is output that cannot be written."""
     if not isinstance(error, BrokenPipeError):  # else who read has gone, and nothing is left to be said
         print_error("write_failed", f"{error.filename or 'output'}: {error.strerror}")
     return REFUSED

@@ -15,6 +15,8 @@ from refdelta.cli import INTERRUPTED
 from refdelta.cli.output import REFUSED, print_error
 from refdelta.cli.suite import suite_folder
 
+__all__ = ["HELP", "conformance"]
+
 _NEEDS_EXTRA = 3
 """The suite's code for "the infrastructure failed"."""
 _PYTEST_USAGE, _PYTEST_NOTHING = 4, 5
@@ -62,7 +64,7 @@ class _Watch:
     interrupted = False
 
     def pytest_keyboard_interrupt(self, excinfo: Any) -> None:
-        """Called of `pytest.exit` as well, which is none."""
+        """pytest calls this for `pytest.exit` as well, which is no interruption by the keyboard."""
         self.interrupted |= excinfo.type is KeyboardInterrupt
 
 

@@ -17,6 +17,8 @@ from refdelta.cli.output import AsJson, Delta, Force, console, one_line, print_j
 if TYPE_CHECKING:
     from refdelta import spec
 
+__all__ = ["compose", "inspect", "print_written"]
+
 
 def inspect(delta: Delta, as_json: AsJson = False) -> None:
     """What a delta holds: tensors, changed elements, density, bytes, lineage. Validates all of it."""

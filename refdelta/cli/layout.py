@@ -1,4 +1,4 @@
-"""The command on layouts: where a checkpoint's tensors stand in an engine, by the rules, by vLLM's loader, or both."""
+"""The layout command: where a checkpoint's tensors stand in an engine, by our rules, by vLLM's loader, or by both."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from refdelta.cli.output import FAILED, AsJson, console, print_json, print_table
 
 if TYPE_CHECKING:
     from refdelta.layout.map import LayoutMap, LayoutReport, Region
+
+__all__ = ["Source", "layout"]
 
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)", re.ASCII)

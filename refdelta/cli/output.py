@@ -1,4 +1,4 @@
-"""What commands print: refusals in one line, tables, JSON, and a progress bar where somebody watches."""
+"""What commands print: refusals in one line, tables, JSON, and a progress bar if standard error is a terminal."""
 
 from __future__ import annotations
 
@@ -14,6 +14,21 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+__all__ = [
+    "FAILED",
+    "REFUSED",
+    "AsJson",
+    "Delta",
+    "Force",
+    "console",
+    "one_line",
+    "print_error",
+    "print_json",
+    "print_table",
+    "progress",
+    "refusals",
+]
+
 FAILED = 1
 REFUSED = 2
 
@@ -24,7 +39,7 @@ Delta = Annotated[Path, typer.Argument(metavar="DELTA", help="Directory of a del
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Ends the command with the one line of a `DeltaError`."""
+    """Turn a `DeltaError` into its one line, and end the command."""
     from refdelta.spec import DeltaError
 
     try:
@@ -41,17 +56,17 @@ def print_error(reason: str, detail: str) -> None:
 
 
 def one_line(text: str) -> str:
-    """``text`` with everything that is not printable escaped, line ends too."""
+    """``text`` in one line: everything that is not printable is escaped, line ends too."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_json(value: object) -> None:
-    """``value`` on standard output."""
+    """Print ``value`` on standard output."""
     print(json.dumps(value, indent=2))
 
 
 def print_table(table: Table) -> None:
-    """``table`` on standard output, cut to the width of a terminal only."""
+    """Print ``table`` on standard output. It is cut to the width of a terminal, and not cut elsewhere."""
     console().print(table)
 
 
@@ -63,7 +78,8 @@ def console() -> Console:
 
 @contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """A function to be told of bytes done, which a bar on standard error shows if that is a terminal."""
+    """A function that takes the number of bytes done since its last call. A bar on standard error shows it on a
+    terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

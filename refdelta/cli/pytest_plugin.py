@@ -1,7 +1,7 @@
 """Entry point `pytest11`: lets ``pytest --pyargs refdelta_conformance`` know the suite's options, wherever it starts.
 
 pytest loads the conftest of a package that ``--pyargs`` names only while it collects, which is too late for options.
-Whatever else pytest is started for is left alone, and pays for this module and `suite` alone.
+Every other run of pytest is left alone. It costs that run the import of this module and of `suite`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import pytest
 
 from refdelta.cli.suite import INSTALLED, names, suite_folder
+
+__all__ = ["pytest_load_initial_conftests"]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+__all__ = ["INSTALLED", "IN_CLONE", "names", "suite_folder"]
+
 INSTALLED, IN_CLONE = "refdelta_conformance", "conformance"
 """The names of the suite's package. A wheel does not take the second one, which other packages use."""
 

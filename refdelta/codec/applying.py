@@ -18,18 +18,20 @@ from refdelta.codec.digests import roll_digest
 from refdelta.codec.state import Weights, first_names, holds_memory, named_tensors
 from refdelta.spec import UNVERSIONED, Delta, DeltaError, Lineage, Reason, TensorPatch, check_plain
 
+__all__ = ["apply_delta", "check_fits"]
+
 
 def apply_delta(delta: Delta, weights: Weights, *, digest: str | None = None) -> Delta:
     """Write ``delta`` into ``weights`` in place and return the inverse delta. O(changed), any strides, CPU or CUDA.
 
     Everything is checked before the first write: names, shapes, dtypes, positions, memory shared between tensors. When
-    a write fails, what was written is undone and `DeltaError` (write_failed) raised. Names that a module ties to one
-    tensor may be changed under any of them; elsewhere every name of shared memory must state the change. One part of
-    several is refused: `join` them first.
+    a write fails, what was written is undone and `DeltaError` (write_failed) raised. Where a module ties several
+    names to one tensor, the delta may use any one of them. Elsewhere, if names share memory, the delta must state the
+    change under each. One part of a delta in several parts is refused: `join` the parts first.
 
-    ``digest``: what `state_digest` of ``weights`` is, as the caller has kept it. Then the delta's base digest must be
-    that one (base_mismatch), and its digest the one that the change leads to (digest_mismatch); the inverse's lineage
-    holds the state after as ``base_digest`` and the state before as ``digest``.
+    ``digest``: the `state_digest` of ``weights``, if the caller has kept it. The delta's base digest must then equal it
+    (base_mismatch), and the delta's digest must equal the digest of the result (digest_mismatch). The lineage of the
+    inverse goes the other way: ``base_digest`` is that of the result, ``digest`` that of the state before.
 
     >>> import torch
     >>> from refdelta import diff
@@ -89,7 +91,8 @@ def _check_first_names(delta: Delta, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_fits(delta: Delta, tensors: Mapping[str, Tensor]) -> None:
-    """Raise `DeltaError` unless every patch names a tensor that it can be written to, and no other part is missing."""
+    """Raise `DeltaError` unless every patch fits a tensor of the state, and the delta is whole, not one part of
+    several."""
     if delta.lineage is not None and delta.lineage.is_partial:
         raise DeltaError(Reason.INCOMPLETE, f"part {list(delta.lineage.part or ())} of several; join them first")
     for patch in delta.patches:

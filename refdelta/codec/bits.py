@@ -21,6 +21,23 @@ from torch import Tensor
 
 from refdelta.spec import DTYPE_CODES, DeltaError, Reason
 
+__all__ = [
+    "Bits",
+    "T",
+    "bit_view",
+    "check_writable",
+    "differing",
+    "equal",
+    "extent",
+    "gather",
+    "map_pieces",
+    "offsets_in_storage",
+    "overlaps_itself",
+    "positions_at",
+    "resolved",
+    "scatter_",
+]
+
 T = TypeVar("T")
 Bits = npt.NDArray[np.integer[Any]]
 
@@ -32,8 +49,8 @@ _DEVICE_CHUNK: Final = 1 << 26
 def bit_view(t: Tensor) -> Tensor:
     """The same storage, shape and strides as uint8, int16, int32 or int64, by item size. No copy.
 
-    Raises `DeltaError` (unsupported_dtype) for a dtype that safetensors has not, a layout that is not strided, and a
-    lazily conjugated or negated tensor, whose storage does not hold its bits.
+    Raises `DeltaError` (unsupported_dtype) for a dtype that safetensors does not have, for a layout that is not
+    strided, and for a lazily conjugated or negated tensor, because its storage does not hold its bits.
     """
     if t.dtype not in DTYPE_CODES or t.layout != torch.strided:
         raise DeltaError(Reason.UNSUPPORTED_DTYPE, f"{t.dtype} in layout {t.layout}")
@@ -51,8 +68,8 @@ def gather(t: Tensor, indices: Tensor) -> Tensor:
 def scatter_(t: Tensor, indices: Tensor, values: Tensor) -> None:
     """Write ``values`` ([n], ``t.dtype``) at ``indices`` ([n] distinct integers in [0, numel)), in place. O(n).
 
-    Raises `DeltaError` before writing when dtypes or lengths differ, or as `check_writable` does. Positions are the
-    caller's to check (`TensorPatch.check_indices`).
+    Raises `DeltaError` before writing when dtypes or lengths differ, or as `check_writable` does. The caller checks the
+    positions (`TensorPatch.check_indices`).
     """
     if values.dtype != t.dtype:
         raise DeltaError(Reason.DTYPE_MISMATCH, f"expected values of {t.dtype}, found {values.dtype}")
@@ -85,7 +102,7 @@ def equal(a: Tensor, b: Tensor) -> bool:
 def differing(a: Tensor, b: Tensor) -> Tensor:
     """[n] int64 on ``a``'s device: increasing positions at which ``a`` and ``b``, of one dtype and shape, differ.
 
-    One pass in pieces, on as many threads as torch uses; beyond the result it holds a piece for each of them.
+    One pass in pieces, on as many threads as torch uses. Memory holds the result and one piece for each thread.
     """
     if a.dtype != b.dtype:
         raise DeltaError(Reason.DTYPE_MISMATCH, f"{a.dtype} and {b.dtype}")
@@ -151,7 +168,7 @@ def resolved(t: Tensor) -> Tensor:
 
 
 def map_pieces(work: Callable[..., T], *tensors: Tensor) -> Iterator[T]:
-    """``work(start, *runs)`` of every piece of tensors of one shape, in row-major order.
+    """The results of ``work(start, *runs)`` for every piece of tensors of one shape, in row-major order.
 
     ``runs`` are flat contiguous bit views of the same positions of each tensor, ``start`` the first of them, all on the
     first tensor's device. CPU pieces are worked on by as many threads as torch uses.

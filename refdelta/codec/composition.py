@@ -1,4 +1,4 @@
-"""Several deltas in one: `compose` what follows each other, `join` the parts of one update."""
+"""Several deltas in one: `compose` deltas that follow each other, `join` the parts of one update."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from refdelta.codec import bits
 from refdelta.codec.arguments import check_delta
 from refdelta.spec import Delta, DeltaError, Lineage, Reason, TensorPatch, check_argument, index_dtype
 
+__all__ = ["compose", "join"]
+
 _OF_THE_WRITING: Final = frozenset({"created_at", "timestamp"})
-"""Metadata of one writing, which a delta made of others gets anew."""
+"""Metadata about one act of writing. A delta made of others gets its own."""
 
 _WINDOW: Final = 1 << 20
-"""Positions of each delta that are merged at once, so that what merging takes is little beside the deltas."""
+"""Positions of each delta that are merged at once. It keeps the memory for merging small beside the deltas."""
 
 
 def compose(deltas: Iterable[Delta]) -> Delta:
     """One delta that does what ``deltas`` do when applied in this order. O(changed), layers in name order.
 
-    Where several change a position the last one wins; a position that ends as it began is kept. The lineage spans the
+    Where several deltas change a position, the last one wins. A position stays in the result even if its last value is
+    the one that it began with. The lineage spans the
     range: base of the first, version and digest of the last. Raises `DeltaError` when they do not follow each other:
     count_mismatch (totals), shape_mismatch, dtype_mismatch, base_mismatch (another run, a gap, a base that is not the
     state before, or a lineage beside none), incomplete (one part of several), bad_option (no deltas at all).
@@ -48,8 +51,8 @@ def compose(deltas: Iterable[Delta]) -> Delta:
 def join(parts: Iterable[Delta]) -> Delta:
     """The update that comes in ``parts``, in any order. O(changed), layers in name order.
 
-    Raises `DeltaError` (incomplete) unless the lineages are those of all parts of one update, and no position is in two
-    of them; count_mismatch, shape_mismatch, dtype_mismatch and bad_option as in `compose`.
+    Raises `DeltaError` (incomplete) unless ``parts`` are all parts of one update and no position is in two of them;
+    count_mismatch, shape_mismatch, dtype_mismatch and bad_option as in `compose`.
     """
     whole = _listed(parts)
     lineage = _common_lineage(whole)

@@ -5,9 +5,9 @@
     seed, header   = the first and the second 8 bytes of SHA-256(identity of name, dtype and shape)
 
 SPEC.md defines it for other languages. ``bits_i`` is the element's bit pattern, zero-extended to 64 bits; mix64 is a
-bijection, so two states that differ in one element never agree. Sums are free of order: digests of disjoint shards add
-up, and `roll_digest` replaces terms. It finds mistakes, not forgers: whoever can choose the weights can make two states
-agree. Every function takes tensors on any device and with any strides.
+bijection, so two states that differ in one element never agree. The order of a sum does not matter, so digests of
+disjoint shards add up, and `roll_digest` replaces terms. It finds mistakes, not forgers: whoever can choose the weights
+can make two states agree. Every function takes tensors on any device and with any strides.
 """
 
 from __future__ import annotations
@@ -33,8 +33,27 @@ from refdelta.spec import (
     check_shape,
 )
 
+__all__ = [
+    "GAMMA",
+    "MIX",
+    "SCHEME",
+    "ZERO",
+    "add",
+    "header_digest",
+    "layer_digests",
+    "parse",
+    "positions_digest",
+    "roll_digest",
+    "run_digest",
+    "state_digest",
+    "subtract",
+    "tensor_digest",
+    "terms_at",
+    "text",
+]
+
 SCHEME: Final = "rd1"
-"""What the text of a digest starts with."""
+"""The prefix of every digest string."""
 
 GAMMA: Final = 0x9E3779B97F4A7C15
 """Distance of the keys of neighbouring positions, an odd number of 64 bits."""
@@ -77,7 +96,8 @@ def tensor_digest(name: str, tensor: Tensor) -> str:
 
 
 def header_digest(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    """The part of a tensor's digest that does not depend on its elements; counts once, whoever holds which share."""
+    """The part of a tensor's digest that does not depend on its elements. It is added once, however the tensor is
+    sharded."""
     return text(_identity(name, dtype, shape)[1])
 
 
@@ -85,7 +105,7 @@ def positions_digest(name: str, dtype: torch.dtype, shape: tuple[int, ...], indi
     """The share of ``values`` ([n], ``dtype``) at ``indices`` ([n] distinct positions in ``shape``). O(n).
 
     `header_digest` and the shares of all positions add up to `tensor_digest`. Raises `DeltaError` when dtypes or
-    lengths do not fit; positions are the caller's to check.
+    lengths do not fit; the caller checks the positions.
     """
     if check_plain(values, name).dtype != dtype:
         raise DeltaError(Reason.DTYPE_MISMATCH, f"expected {dtype}, found {values.dtype}", name)
@@ -116,7 +136,7 @@ def roll_digest(digest: str, patch: TensorPatch, old_values: Tensor) -> str:
     return add(subtract(digest, before), after)
 
 
-# Texts
+# Digest strings
 
 
 def add(*digests: str) -> str:
@@ -130,7 +150,8 @@ def subtract(digest: str, *shares: str) -> str:
 
 
 def parse(digest: str) -> int:
-    """The number of a digest, in [0, 2^64); `DeltaError` (bad_option) unless it is ``rd1:`` and 16 digits."""
+    """The number that a digest string holds, in [0, 2^64). `DeltaError` (bad_option) unless it is ``rd1:`` and 16
+    digits."""
     check_argument("digest", digest, str, f"{SCHEME}:<16 lower-case hex digits>")
     match = _TEXT.fullmatch(digest)
     if match is None:
@@ -139,7 +160,7 @@ def parse(digest: str) -> int:
 
 
 def text(total: int) -> str:
-    """The text of a sum of terms; the number is taken modulo 2^64."""
+    """The digest string of a sum of terms. The number is taken modulo 2^64."""
     return f"{SCHEME}:{total % _WORD:016x}"
 
 
@@ -174,7 +195,7 @@ def _sum_of_run(run: Tensor, first_key: int) -> int:
 def terms_at(name: str, dtype: torch.dtype, shape: tuple[int, ...], indices: Tensor, values: Tensor) -> Tensor:
     """[n] int64 on ``values``' device: each element's term, of which `positions_digest` is the sum. O(n).
 
-    Words that wrap: unsigned numbers of 64 bits, held in torch's signed ones.
+    The terms are unsigned 64-bit numbers that wrap. torch holds them in its signed ones.
     """
     seed, _ = _identity(name, dtype, shape)
     patterns, found = bits.bit_view(bits.resolved(values)), []

@@ -17,12 +17,15 @@ from refdelta.codec.peft import check_no_adapters
 from refdelta.codec.state import TensorInfo, Weights, total_elements, tracked
 from refdelta.spec import Delta, DeltaError, Lineage, Reason, TensorPatch, index_dtype
 
+__all__ = ["DeltaEncoder", "check_comparable", "diff"]
+
 
 def diff(base: Weights, target: Weights) -> Delta:
     """The delta from ``base`` to ``target``: exactly the positions whose bits differ, layers in name order.
 
-    States have equal names, shapes and dtypes, else `DeltaError` says everything that differs. Of names that a module
-    ties to one tensor only the first counts. Patches lie on ``target``'s devices; ``base`` may be on others.
+    Both states must have equal names, shapes and dtypes; otherwise `DeltaError` lists everything that differs. Where a
+    module ties several names to one tensor, only the first counts. Patches lie on ``target``'s devices; ``base`` may be
+    on others.
 
     >>> import torch
     >>> base = {"w": torch.zeros(2, 3, dtype=torch.bfloat16)}
@@ -37,24 +40,25 @@ def diff(base: Weights, target: Weights) -> Delta:
 
 
 class DeltaEncoder:
-    """Encodes against a baseline that it keeps in host memory (pinned where there is CUDA).
+    """Makes deltas against a baseline, which it keeps in host memory (pinned where there is CUDA).
 
     The baseline is what the receiver holds. `encode` does not move it; `commit` does, once the receiver has
     acknowledged the delta, so that a delta that was lost or refused is contained in the next one.
 
     With a ``run_id`` every delta gets a lineage: the version after `version`, its base, and digests. They are computed
-    from all elements once, here, and rolled with each commit. Without a commit the next delta has the same version.
+    from all elements once, in the constructor, and rolled with each commit. Without a commit the next delta has the
+    same version.
     """
 
     def __init__(self, weights: Weights, *, run_id: str | None = None, version: int = 0) -> None:
         """``version`` is that of ``weights`` in the run; a resumed trainer starts where the receiver stands.
 
-        ``weights`` are the whole state, as from now on: names, shapes and dtypes that differ later are refused. So is
-        here what is no whole tensor (unsupported_tensor: a shard, a placeholder, a wrapper; gather it on every rank,
-        for example by ``full_tensor()``) and what no checkpoint has (unknown_tensor: adapters that are not merged, a
-        mapping under PEFT's names; see `refdelta.codec.peft`). Where a trainer marks its placeholders, it marks
-        parameters: give the module, or its ``named_parameters()``, since ``state_dict()`` makes bare tensors of them.
-        Tensors of shape [0] are warned of for that reason.
+        ``weights`` are the whole state. Names, shapes and dtypes that differ from it later are refused. Two kinds of
+        tensors are refused at once. unsupported_tensor: it is not whole (a shard, a placeholder, a wrapper); gather
+        it on every rank, for example by ``full_tensor()``. unknown_tensor: no checkpoint has it (an adapter that is
+        not merged, a mapping under PEFT's names; see `refdelta.codec.peft`). Trainers mark placeholders on
+        parameters, and ``state_dict()`` loses the mark, so give the module or its ``named_parameters()``. A tensor
+        of shape [0] gets a warning, because it may be such a placeholder.
         """
         self._position = None if run_id is None else Lineage(run_id, version)
         if isinstance(weights, Mapping):  # names that are no strings are refused by `tracked`, with the rest
@@ -88,7 +92,7 @@ class DeltaEncoder:
         return delta if self._position is None else replace(delta, lineage=self._next(self._position, delta))
 
     def commit(self, delta: Delta) -> None:
-        """Move the baseline by ``delta``; `DeltaError` and an unmoved baseline if it does not fit."""
+        """Move the baseline by ``delta``. If it does not fit, `DeltaError` is raised and the baseline stays."""
         check_delta(delta)
         total = total_elements(self._baseline)
         if delta.total_elements != total:
@@ -161,7 +165,8 @@ def _diff(base: Mapping[str, Tensor], target: Mapping[str, Tensor], device: str 
 
 
 def check_comparable(base: Mapping[str, Tensor | TensorInfo], target: Mapping[str, Tensor | TensorInfo]) -> None:
-    """Refuse states that differ in names, shapes or dtypes; the message lists all of it, the reason is the first."""
+    """Refuse states that differ in names, shapes or dtypes. The message lists all differences; the reason is the
+    first's."""
     both = sorted(base.keys() & target.keys())
     faults = {
         Reason.UNKNOWN_TENSOR: [f"{name} only in base" for name in sorted(base.keys() - target.keys())]

@@ -1,7 +1,7 @@
-"""Names of a trainer's tensors as the checkpoint has them: without what wrappers put in.
+"""Turn a trainer's tensor names into those of the checkpoint, by leaving out what wrappers put in.
 
-Compilers, data-parallel and adapter wrappers hold the model as a submodule, whose name comes to stand in every name
-below it: ``_orig_mod.model.layers.0._fsdp_wrapped_module.mlp.weight``. The files have none of it.
+Compilers, data-parallel and adapter wrappers hold the model as a submodule. The submodule's name then stands in every
+name below it: ``_orig_mod.model.layers.0._fsdp_wrapped_module.mlp.weight``. The checkpoint's files do not have it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ WRAPPERS: Final = (
     ("module",),  # DistributedDataParallel, DeepSpeed
     ("base_model", "model"),  # PEFT
 )
-"""What wrappers put in, as the parts of a name between its dots."""
+"""What wrappers put into names: parts between two dots."""
 
 
 def checkpoint_name(name: str) -> str:
-    """``name`` without every wrapper, wherever they stand and however they are nested; the last part always stays."""
+    """``name`` without its wrappers, wherever they stand and however they are nested. The last part always stays."""
     *parents, own = name.split(".")
     kept: list[str] = []
     for part in parents:

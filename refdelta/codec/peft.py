@@ -1,16 +1,17 @@
-"""Models in PEFT's adapters: which of their tensors is the checkpoint's, and what cannot be sent.
+"""Models with PEFT's adapters: which of their tensors belong to the checkpoint, and which cannot be sent.
 
-PEFT puts layers around those of the model, and their names into those of the tensors:
+PEFT wraps layers of the model, and the wrappers' names become part of the tensors' names:
 
 - ``q_proj.base_layer.weight`` is the checkpoint's ``q_proj.weight``; ``q_proj.lora_A.default.weight`` and the like are
   the adapter's. The model computes with both, so the base alone is not what was trained. Where the adapter is merged
   (``merge_adapter()``, seen in ``merged_adapters``) the base holds all, and the adapter's weights are left out. Where
-  it is not, the model is refused: to merge changes the trainer's weights, and is the trainer's to do and to undo.
+  it is not, the model is refused. Merging changes the trainer's weights, so the trainer has to do and undo it.
 - ``lm_head.modules_to_save.default.weight`` is the trained copy of the checkpoint's ``lm_head.weight``, and is sent
   under that name; ``lm_head.original_module.weight`` is the frozen one from before, and is left out.
 
-Layers are known by how they are built, without importing PEFT: a model with a ``base_layer`` of its own keeps the name.
-Of a mapping there are names alone, which do not say whether an adapter is merged: one under PEFT's names is refused.
+Layers are recognised by how they are built, without importing PEFT, so a model with a ``base_layer`` of its own keeps
+the name. A mapping has names only, and these do not say whether an adapter is merged. So a mapping with PEFT's names
+is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _NO_ADAPTER_NAME: Final = ("weight", "bias")
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """PEFT's layers of a model, by their names without wrappers."""
+    """The layers of a model that PEFT wraps, by their names without wrappers."""
 
     tuned: Mapping[str, nn.Module]
     """Layers with a ``base_layer`` and an adapter's weights."""
@@ -42,7 +43,7 @@ class Adapters:
 
     @classmethod
     def of(cls, model: nn.Module) -> Adapters:
-        """Those of ``model``, wherever they stand."""
+        """The adapters of ``model``, wherever they stand."""
         tuned, saved = {}, {}
         for path, layer in model.named_modules(remove_duplicate=False):
             children = layer._modules
@@ -55,7 +56,7 @@ class Adapters:
     def checkpoint_name(self, name: str) -> str | None:
         """The checkpoint's name of the tensor ``name`` (without wrappers); None for one that no checkpoint has.
 
-        Raises `DeltaError` (unknown_tensor) where that cannot be told: an adapter that is not merged, or switched off.
+        Raises `DeltaError` (unknown_tensor) where that is unknown: the adapter is not merged, or it is switched off.
         """
         parts, kept, at = name.split("."), list[str](), 0
         while at < len(parts):

@@ -1,4 +1,4 @@
-"""What a state is: tensors by checkpoint name, out of a mapping or a module."""
+"""A state is a set of tensors by checkpoint name. It comes from a mapping or from a module."""
 
 from __future__ import annotations
 
@@ -15,11 +15,22 @@ from refdelta.codec.peft import Adapters
 from refdelta.plain import obstacle
 from refdelta.spec import DTYPE_CODES, DeltaError, Reason, check_argument, check_name, check_plain, check_shape
 
+__all__ = [
+    "EXTRA_STATE",
+    "TensorInfo",
+    "Weights",
+    "first_names",
+    "holds_memory",
+    "named_tensors",
+    "total_elements",
+    "tracked",
+]
+
 Weights: TypeAlias = Mapping[str, Tensor] | nn.Module
 """A state: tensors by checkpoint name, or a module whose ``state_dict`` holds them."""
 
 EXTRA_STATE = "_extra_state"
-"""How torch's ``state_dict`` names what a module keeps beside its tensors."""
+"""The end of the names under which torch's ``state_dict`` holds what is not a tensor."""
 
 
 def named_tensors(weights: Weights) -> dict[str, Tensor]:
@@ -68,7 +79,7 @@ def _tensors_of(weights: Mapping[str, object]) -> dict[str, Tensor]:
 
 
 def holds_memory(t: Tensor) -> bool:
-    """Whether ``t`` has elements, and an address at which they are."""
+    """Whether ``t`` has elements and an address in memory."""
     return obstacle(t) is None and t.layout == torch.strided and not t.is_meta and t.numel() > 0
 
 
@@ -86,7 +97,7 @@ def _view(t: Tensor) -> object:
 
 
 def tracked(weights: Weights) -> dict[str, Tensor]:
-    """The tensors that count: all of a mapping; of a module each tensor once, under the first of its names.
+    """The tensors that count: all tensors of a mapping, or each tensor of a module once, under the first of its names.
 
     Raises `DeltaError` (bad_name, bad_shape, unsupported_dtype, unsupported_tensor) where one of them has no place in a
     delta.
@@ -119,7 +130,7 @@ def total_elements(tensors: Mapping[str, Tensor]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Shape and dtype of a tensor that the map speaks about."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

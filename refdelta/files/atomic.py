@@ -30,6 +30,8 @@ from refdelta.files.opening import OPEN_DIRECTORY
 from refdelta.files.posix import fcntl
 from refdelta.spec import DeltaError, Reason
 
+__all__ = ["LEFTOVER_AGE_S", "Replaceable", "check_target", "new_directory", "new_file", "write_file", "write_hashed"]
+
 LEFTOVER_AGE_S: Final = 3600
 """Seconds after which a staging directory that no process holds locked counts as abandoned."""
 _AT_FDCWD: Final = -100
@@ -38,7 +40,7 @@ _RENAME_EXCHANGE: Final = 2
 _WITHOUT_FLAGS: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
 """What `renameat2` answers where the file system, the kernel or a container's filter (EPERM) has no such flag."""
 _APPEARED: Final = (errno.EEXIST, errno.ENOTEMPTY)
-"""What a rename answers where something has come to be at its target."""
+"""What a rename answers when its target has come into being meanwhile."""
 _WITHOUT_SYNC: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 """What `fsync` answers where a file system cannot do it, for directories above all (CIFS, some of FUSE)."""
 _WITHOUT_LINKS: Final = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EMLINK)
@@ -67,11 +69,11 @@ def write_hashed(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
 
 
 Replaceable = Callable[[Path], bool]
-"""Whether what is at a path may be replaced."""
+"""Says whether whatever is at a path may be replaced."""
 
 
 def check_target(target: Path, replaceable: Replaceable | None = None) -> None:
-    """Raise what `new_directory` and `new_file` would of ``target``, for callers with much work to do before."""
+    """Raise now what `new_directory` or `new_file` would raise about ``target`` later, after much work."""
     _check_target(target, replaceable)
     parent = target.parent
     if not parent.is_dir():
@@ -84,9 +86,9 @@ def check_target(target: Path, replaceable: Replaceable | None = None) -> None:
 def new_directory(target: Path, replaceable: Replaceable | None = None) -> Iterator[Path]:
     """An empty directory that becomes ``target`` at the end of the block, or is removed where the block fails.
 
-    Raises `DeltaError`: target_exists where there is anything that is not ``replaceable``, write_failed where the file
-    system refuses. A reader sees what was there before or all that is new (for a moment nothing, where the file system
-    cannot exchange two directories).
+    Raises `DeltaError`: target_exists where something is there that is not ``replaceable``, write_failed where the file
+    system refuses. A reader sees either the old directory or the whole new one. Where the file system cannot exchange
+    two directories, there is a moment with neither.
     """
     with _new(target, replaceable) as place:
         place.mkdir()

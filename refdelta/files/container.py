@@ -1,5 +1,5 @@
-"""The safetensors container, read without the library: what is malformed is refused with a reason, before any tensor is
-made, and tensors may be unaligned."""
+"""The safetensors container, read without the safetensors library. A malformed file is refused with a reason before any
+tensor is made. Tensors may be unaligned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Entry", "Header", "read_header", "shown", "strict_json"]
 
 
 def shown(value: object) -> str:
-    """A JSON value for a message: short ones whole, others by type."""
+    """A JSON value for a message: a short value as it is, a long one by its type."""
     try:
         text = json.dumps(value)
     except RecursionError:
@@ -74,11 +74,12 @@ class Header:
     metadata: Mapping[str, str]
     """``__metadata__``, empty where there is none."""
     raw: bytes
-    """Length field and JSON text as they stand in the file."""
+    """The length field and the JSON, byte for byte as in the file."""
 
 
 def read_header(file: FileIO) -> Header:
-    """The header of a safetensors file open at its start; leaves it at the first tensor's bytes.
+    """Read the header of a safetensors file that is open at its start. Afterwards the file stands at the tensors'
+    bytes.
 
     Raises `DeltaError` (bad_header, bad_shape, unsupported_dtype, unreadable) unless it describes the file exactly.
     """

@@ -1,4 +1,4 @@
-"""Files and directories, opened without waiting and read exactly, and what an error of the file system means."""
+"""Open files and directories without waiting, read exact sizes, and turn errors of the file system into reasons."""
 
 from __future__ import annotations
 
@@ -16,6 +16,18 @@ from torch import Tensor
 
 from refdelta.spec import DeltaError, Reason
 
+__all__ = [
+    "OPEN_DIRECTORY",
+    "Folder",
+    "exists",
+    "new_bytes",
+    "open_file",
+    "read_exactly",
+    "read_into",
+    "refusal",
+    "size_of",
+]
+
 OPEN_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NOTHING_THERE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _LONG: Final = 1000
@@ -23,10 +35,11 @@ _LONG: Final = 1000
 
 
 def refusal(error: OSError | ValueError, missing: Reason, kind: str, where: object) -> DeltaError:
-    """What an error of the file system means to who reads: the one place where an errno becomes a reason.
+    """The refusal for an error of the file system. This is the one place where an errno becomes a reason.
 
-    ``missing`` where no ``kind`` (file, directory) is at ``where``, or none can be: a name that is too long, or that no
-    file can have (which Python says by a ValueError). Else unreadable, with the system's words.
+    The reason is ``missing`` where there is no ``kind`` (file or directory) at ``where``, or where there can be none,
+    because the name is too long or illegal (for which Python raises ValueError). Otherwise it is unreadable, with the
+    system's own message.
     """
     place = str(where)
     if len(place) > _LONG:
@@ -40,7 +53,7 @@ def refusal(error: OSError | ValueError, missing: Reason, kind: str, where: obje
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something at ``path``. Raises `DeltaError` (unreadable) where the system does not say."""
+    """Whether anything exists at ``path``. Raises `DeltaError` (unreadable) if the system cannot tell."""
     try:
         os.stat(path)
     except (OSError, ValueError) as error:
@@ -53,7 +66,7 @@ def exists(path: Path) -> bool:
 class Folder:
     """A directory held open, so that all files come from the same one even if a link to it is moved meanwhile.
 
-    missing: the reason for refusing where the directory or a file of it is not there.
+    missing: the reason to give where the directory, or a file in it, is not there.
     """
 
     def __init__(self, path: Path, missing: Reason = Reason.NOT_A_DELTA) -> None:
@@ -90,7 +103,8 @@ class Folder:
         return open_file(self.path / name, self.missing, name, self.fd)
 
     def is_current(self) -> bool:
-        """Whether the path still leads to the directory that is held open, or what it leads to cannot be told."""
+        """Whether the path still leads to the directory that is held open. True as well where that cannot be found
+        out."""
         try:
             return os.path.samestat(os.stat(self.path), self._opened)
         except OSError as error:
@@ -141,7 +155,7 @@ def read_exactly(file: FileIO, size: int) -> Tensor:
 
 
 def new_bytes(size: int) -> Tensor:
-    """[size] uint8, not set; `DeltaError` (unreadable) where there is not that much memory."""
+    """[size] uint8, not initialised. `DeltaError` (unreadable) if there is not enough memory."""
     try:
         return torch.empty(size, dtype=torch.uint8)
     except RuntimeError:

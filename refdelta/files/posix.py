@@ -1,4 +1,4 @@
-"""What refdelta needs of the operating system, or one sentence."""
+"""What refdelta needs from the operating system. Where it is missing, one sentence says so."""
 
 from __future__ import annotations
 

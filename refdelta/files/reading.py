@@ -43,13 +43,15 @@ from refdelta.spec import (
 )
 from refdelta.values import is_int
 
+__all__ = ["read_delta"]
+
 _PACKED_KEYS: Final = frozenset({"delta.indices_flat", "delta.values_flat", "delta.layer_lengths"})
 
 
 def read_delta(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Delta:
     """The delta in directory ``path``, its tensors on ``device``; layers keep the order of the file.
 
-    Everything that the format promises is checked, the header before any tensor is made; raises `DeltaError`.
+    Everything that the format promises is checked, and the header before any tensor is made. Raises `DeltaError`.
     """
     check_path("path", path)
     while True:

@@ -30,14 +30,16 @@ from refdelta.spec import (
     index_dtype,
 )
 
+__all__ = ["canonical_payload", "check_output", "write_delta"]
+
 
 def write_delta(delta: Delta, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
     """Write ``delta`` as the directory ``path`` and return it. A reader sees the whole delta or none.
 
     ``delta.safetensors`` has the canonical bytes: they follow from the patches alone. A lineage gets the payload's
-    SHA-256. ``created_at`` and ``timestamp`` are those of ``delta.extra``, else now. Raises `DeltaError`: target_exists
-    when there is anything at ``path`` (with ``overwrite``: anything but a directory with at most a delta's two files),
-    write_failed when the file system refuses, or what is wrong with the delta.
+    SHA-256. ``created_at`` and ``timestamp`` come from ``delta.extra``, or else are the present time. Raises
+    `DeltaError`: target_exists when there is anything at ``path`` (with ``overwrite``: anything but a directory with at
+    most a delta's two files), write_failed when the file system refuses, or what is wrong with the delta.
     """
     check_delta(delta)
     check_path("path", path)
@@ -52,7 +54,7 @@ def write_delta(delta: Delta, path: str | os.PathLike[str], *, overwrite: bool =
 
 
 def check_output(path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Raise `DeltaError` (target_exists, write_failed) where `write_delta` would, before there is a delta."""
+    """Raise now the `DeltaError` (target_exists, write_failed) that `write_delta` would raise about ``path`` later."""
     check_target(Path(path), _is_delta_directory if overwrite else None)
 
 

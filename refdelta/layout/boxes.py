@@ -103,9 +103,9 @@ def joined_axes(axes: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 
 def canonical(box: Box) -> Box:
-    """The box of the same positions that all boxes of these positions share: see `joined_axes`.
+    """One standard box for a set of positions: boxes of the same positions have the same one. See `joined_axes`.
 
-    The order of the elements may be another one.
+    The order of its elements may differ from that of ``box``.
     """
     axes = joined_axes(zip(box.shape, box.strides, strict=True))
     return Box(box.offset, tuple(size for size, _ in axes), tuple(stride for _, stride in axes))
@@ -275,7 +275,7 @@ class Move:
 
     @classmethod
     def still(cls, box: Box) -> Move:
-        """A box of one tensor, whose elements stay where they are."""
+        """A move that leaves the elements of one tensor's box where they are."""
         return cls.of(box, box)
 
     @property
@@ -318,7 +318,8 @@ Runs = npt.NDArray[np.int64]
 
 
 def runs(moves: Sequence[Move]) -> Runs:
-    """The same elements as maximal runs of neighbours that stay neighbours: one form for every cutting."""
+    """The same elements as the longest runs of neighbours that stay neighbours. However the moves were cut, it is the
+    same."""
     pieces = np.concatenate([_pieces(move) for move in moves])
     order = np.lexsort((pieces[:, 0], pieces[:, 1] - pieces[:, 0]))
     pieces = pieces[order]
@@ -355,9 +356,10 @@ def box_to_json(box: Box) -> list[object]:
 
 
 def box_from_json(value: Sequence[object]) -> Box:
-    """What `box_to_json` made.
+    """The box that `box_to_json` wrote.
 
-    Raises TypeError or ValueError for another form; `DeltaError` (``bad_shape``) for what is no box.
+    Raises TypeError or ValueError where the form is another one, and `DeltaError` (``bad_shape``) where the numbers are
+    not those of a box.
     """
     offset, shape, strides = value
     (first,) = integers([offset])

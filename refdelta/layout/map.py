@@ -3,7 +3,7 @@
 A checkpoint tensor reaches a serving engine cut up: q, k and v stacked in one parameter, rows or columns sliced
 over tensor-parallel ranks, vocabulary rows padded. A `LayoutMap` states that for one rank as a list of `Region`:
 each pairs one box of a checkpoint tensor with one strided box of a runtime parameter. Everything else follows from
-the regions: where a changed element goes (`LayoutMap.route`) and whether the map is whole (`LayoutMap.check`).
+the regions: where a changed element goes (`LayoutMap.route`) and whether the map is complete (`LayoutMap.check`).
 
 All positions are flat row-major element numbers, in the checkpoint tensor's shape on one side and in the
 parameter's logical shape on the other.
@@ -23,6 +23,8 @@ from refdelta.codec import bits
 from refdelta.codec.state import TensorInfo
 from refdelta.layout.boxes import Box, box_from_json, box_to_json, coverage, integers, joined_axes
 from refdelta.spec import DeltaError, Reason, TensorPatch
+
+__all__ = ["JSON_FORMAT", "JSON_VERSION", "LayoutMap", "LayoutReport", "Region", "RoutedPatch", "destinations"]
 
 JSON_FORMAT = "refdelta_layout"
 JSON_VERSION = 1
@@ -172,8 +174,8 @@ class LayoutMap:
     padding: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
     """Parameter -> boxes that the loader fills with zeros."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Name -> the checkpoint tensor whose parameter it shares (tied embeddings). The name may be a tensor of the
-    checkpoint files, or one that only the trainer has because the files hold the tied tensor once."""
+    """Name -> the checkpoint tensor whose parameter it shares (tied embeddings). The name may be that of a
+    tensor in the checkpoint files, or one that only the trainer uses because the files hold the tied tensor once."""
     dropped: Mapping[str, str] = field(default_factory=dict)
     """Checkpoint tensor -> why this engine does not hold it."""
 

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["check_picture", "draw"]
 
 _MAX_LABELLED = 12
-"""Tiles of one parameter that get their tensor's name; of more (experts) only the colours tell."""
+"""Up to this many tiles of a parameter are labelled with the tensor's name. More tiles (experts) have colours only."""
 
 
 def draw(ranks: Sequence[LayoutMap], layer: int, out: Path) -> None:
-    """Write a PNG or SVG (by the ending of ``out``): a column a rank, a row a parameter, a colour a tensor.
+    """Write a PNG or SVG, by the ending of ``out``: one column for each rank, one row for each parameter, one colour
+    for each checkpoint tensor.
 
     Raises `DeltaError` as `check_picture` does, and ``bad_option`` where there is no such layer.
     """
@@ -55,7 +56,7 @@ def draw(ranks: Sequence[LayoutMap], layer: int, out: Path) -> None:
 
 
 def check_picture(out: Path) -> None:
-    """Raise `DeltaError` where no picture could be written to ``out``, before there is anything to draw.
+    """Raise now the `DeltaError` that `draw` would raise about ``out`` later.
 
     ``bad_option`` where its ending is unknown or matplotlib is missing, ``write_failed`` where it has no directory.
     """

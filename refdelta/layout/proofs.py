@@ -18,7 +18,7 @@ __all__ = ["AcrossRanks", "Difference", "difference", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that two maps say differently."""
+    """One point in which two maps differ."""
 
     kind: str
     """``sources``, ``params``, ``regions``, ``padding``, ``aliases`` or ``dropped``."""
@@ -34,7 +34,7 @@ class Difference:
 
 
 def difference(first: LayoutMap, second: LayoutMap) -> list[Difference]:
-    """Every disagreement of two maps of one rank; empty when they are equal whatever their cutting."""
+    """All points in which two maps of one rank differ. Empty when both carry the same elements to the same places."""
     return [
         *_entries("sources", first.sources, second.sources),
         *_entries("params", first.params, second.params),
@@ -48,7 +48,7 @@ def difference(first: LayoutMap, second: LayoutMap) -> list[Difference]:
 def lost(rules: LayoutMap, traced: LayoutMap) -> list[str]:
     """Checkpoint tensors that the architecture has a place for and the engine's loader leaves out without a reason.
 
-    The loader of an engine drops them for everybody, a fresh start included, so nothing else in the engine shows it.
+    The engine's loader drops them at every start, so comparing the engine with a fresh one cannot show it.
     """
     return [
         name
@@ -114,9 +114,9 @@ _Shard = frozenset[Box]  # what one rank holds of a tensor
 class AcrossRanks:
     """The ranks of one engine, added one by one, and what is wrong with what they hold together.
 
-    Proven: each rank's own map is whole (`LayoutMap.check`); of every checkpoint tensor the ranks' different shards
-    are disjoint and make it up exactly, each on equally many ranks (all of them where it is replicated); a tensor that
-    no rank holds is dropped for one declared reason, the same on all.
+    It proves three things. Each rank's own map is complete (`LayoutMap.check`). The different shards of a checkpoint
+    tensor are disjoint and together make up the tensor, and each shard is on equally many ranks (on all of them where
+    the tensor is replicated). A tensor that no rank holds is dropped for one declared reason, the same on all ranks.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class AcrossRanks:
         self.ranks += 1
 
     def findings(self) -> list[str]:
-        """One sentence per fault; empty when everything that the class proves is proven."""
+        """One sentence for each fault. Empty when all three things are proven."""
         return [
             *self._findings,
             *(finding for name, info in self._sources.items() for finding in self._of_tensor(name, info)),

@@ -1,4 +1,4 @@
-"""Why a rank rightly holds nothing of a checkpoint tensor. The closed set of texts in `LayoutMap.dropped`."""
+"""Good reasons for a rank to hold nothing of a checkpoint tensor: the closed set of strings in `LayoutMap.dropped`."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ ROTARY: Final = "rotary table: recomputed from the config"
 TOWER: Final = "tower switched off: the engine serves the text model"
 SHARED_KV: Final = "KV-shared layer: it reads an earlier layer's cache"
 OTHER_RANKS: Final = "other ranks hold it: another expert, another pipeline stage, or other rows"
-"""True of one rank only; `refdelta.layout.proofs` shows that some rank does hold the tensor."""
+"""This holds for one rank alone. `refdelta.layout.proofs` shows that another rank does hold the tensor."""

@@ -98,7 +98,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
         self._sessions = 0
         self._error: DeltaError | None = None
         self._unopened = False
-        """Whether no session was opened since the last error, which then is why there is none."""
+        """Whether no session was opened since the last error. Then that error is the cause of a ``no_session``."""
 
     # --- the session: each call on all ranks together ---
 
@@ -174,7 +174,7 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
     # --- what the worker tells ---
 
     def serves(self, model: nn.Module) -> None:
-        """Told before each call: which model the worker runs now."""
+        """Called before each call: ``model`` is the one that the worker runs now."""
         self.state.served = model
 
     def base_lost(self, why: str) -> None:
@@ -200,9 +200,9 @@ class DeltaSnapshotEngine(WeightTransferEngine[DeltaInitInfo, DeltaUpdateInfo]):
     # --- what the engine tells ---
 
     def status(self) -> dict[str, Any]:
-        """What this rank knows, as plain values; equal on every rank but for ``rank``, ``written`` and times.
+        """The state of this rank as plain values. Only ``rank``, ``written`` and times differ between ranks.
 
-        ``unproven``: what of the engine was let in though no live test ever ran on it, as ``field=value``.
+        ``unproven``: properties of the engine on which no live test ever ran, as ``field=value``.
         """
         error = self._error
         return {

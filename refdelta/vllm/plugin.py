@@ -10,7 +10,7 @@ ENGINE = ("refdelta.vllm.backend", "DeltaSnapshotEngine")
 def register() -> None:
     """Register the backend as ``delta_snapshot`` and ``refdelta``, and keep CPU weights unpacked for its engines.
 
-    Where somebody else's plugin took ``delta_snapshot`` first, only ``refdelta`` is registered, and that is said.
+    Where another plugin has taken ``delta_snapshot`` first, only ``refdelta`` is registered, with a warning.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.logger import init_logger

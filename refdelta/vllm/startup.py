@@ -1,4 +1,5 @@
-"""What is proved about an engine before its first delta: its layout, its bits, and that its ranks together hold all."""
+"""Prove an engine before its first delta: its layout, its bits, and that its ranks together hold the whole
+checkpoint."""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ def _refused_anywhere(
 
 
 def _refuse_useless(layout: LayoutMap, refused: Mapping[str, str], boxes: Sequence[Boxes]) -> None:
-    """An engine that could take no delta at all is told so when it starts, not with every delta."""
+    """Refuse at the start an engine that could take no delta at all, instead of refusing every delta."""
     held = {name for other in boxes for name in other}
     if held <= refused.keys():
         raise DeltaError(Reason.UNSUPPORTED_ENGINE, _useless(layout, refused, held))

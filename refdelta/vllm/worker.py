@@ -1,6 +1,7 @@
-"""vLLM's Worker, wrapped: what it assumes of update sessions, and who decides about them.
+"""Wrap vLLM's Worker, which has its own idea of update sessions, so that the backend decides about them.
 
-Read from vLLM 0.32.0 (``v1/worker/gpu_worker.py``). What differs fails here with a sentence that names the version.
+Read from vLLM 0.32.0 (``v1/worker/gpu_worker.py``). A Worker that differs is refused here, with a sentence that names
+the version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The layout rules, one table per model family, written from the architecture and from nothing else.
+"""The layout rules: one table for each model family, written from the architecture alone.
 
 A new family is a module with a table and a line in `_TABLES`.
 """

@@ -8,6 +8,8 @@ from refdelta.codec.state import TensorInfo
 from refdelta.layout.families import Ranks, layout
 from refdelta.layout.map import LayoutMap
 
+__all__ = ["layout_from_config"]
+
 
 def layout_from_config(
     hf_config: object,

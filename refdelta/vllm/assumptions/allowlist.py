@@ -1,7 +1,7 @@
 """Which engines the backend was seen live on. Others are refused at start-up: ``unsupported_engine: field=value``.
 
 Moving an entry from refused to seen needs a live proof in the suite. `UNSEEN` is let in without one: such an engine
-names these fields as ``unproven`` wherever it speaks.
+names these fields as ``unproven`` in every answer and log line.
 """
 
 from __future__ import annotations

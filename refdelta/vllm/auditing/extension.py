@@ -37,7 +37,7 @@ from refdelta.vllm.proof.position_maps import PositionMap
 from refdelta.vllm.proof.post_load import recover_permutations
 from refdelta.vllm.tracing.recorder import runtime_tensors, trace_model
 
-__all__ = ["AuditExtension", "audit", "compare"]
+__all__ = ["AuditExtension", "audit", "compare", "explained"]
 
 
 class AuditExtension:
@@ -327,7 +327,7 @@ class _Live:
 
 
 def _places(model: nn.Module) -> dict[str, PositionMap | str]:
-    """Expert parameter -> where its elements went after loading, or why that cannot be told."""
+    """Expert parameter -> where its elements went after loading, or why that is unknown."""
     layers = expert_layers(model)
     strange = {name: kernel(layer) for name, layer in layers.items() if kernel(layer) not in PROVEN_KERNELS}
     if strange:  # one kernel serves all layers; nothing is run that was not seen to be a permutation
@@ -338,7 +338,7 @@ def _places(model: nn.Module) -> dict[str, PositionMap | str]:
 
 
 def _copied(model: nn.Module) -> dict[str, str]:
-    """Parameter -> why its product does not read it, told by what it computes."""
+    """Parameter -> why its matrix product does not read it, as a trial product shows."""
     packed = {
         f"{name}.weight": "packed: it is equal, but its product reads a packed copy" for name in packed_layers(model)
     }

@@ -146,7 +146,7 @@ class AuditReport:
 
     @property
     def parameters(self) -> Iterator[tuple[int, str, Outcome, str]]:
-        """(rank, runtime parameter, outcome, why) of what no checkpoint tensor speaks for."""
+        """(rank, runtime parameter, outcome, why) of parameters to which no checkpoint tensor leads."""
         for rank in self.ranks:
             for name, count in rank.padding.items():
                 yield rank.rank, name, Outcome.DIFFERS, f"{count} padding elements are not zero"

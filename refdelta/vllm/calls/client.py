@@ -1,4 +1,4 @@
-"""The sender's side of a live update: one call that brings an engine from one version to the next, or leaves it be.
+"""The sender's side of a live update. One call brings an engine to the next version, or leaves it at the old one.
 
     client = Client("http://sampler:8000")           # or Client(LocalEngine(llm))
     result = client.sync("/shared/run/step-000001", kv="reset_prefix", weight_version="1")
@@ -74,7 +74,7 @@ class SyncResult:
 
 
 class Client:
-    """Updates one engine. One client at a time: of two, one is told that its session was another's."""
+    """Updates one engine. Use one client at a time: of two, one gets an error, because the session was the other's."""
 
     def __init__(self, engine: Engine | str) -> None:
         """``engine``: a URL (needs ``refdelta[client]``), or an `Engine`."""
@@ -90,7 +90,7 @@ class Client:
     # --- what an engine is ---
 
     def status(self) -> Status:
-        """What the engine says of itself, all ranks alike.
+        """The engine's status, on which all ranks agree.
 
         Raises `DeltaError`: ``unsupported_engine`` for another backend, ``rank_disagreement``, ``bad_answer``.
         """
@@ -98,7 +98,7 @@ class Client:
         return self._status()
 
     def audit(self) -> Audit:
-        """Have every rank read all its weights and compare them with its digests. What differs fences the engine."""
+        """Let every rank read all its weights and compare them with its digests. A difference fences the engine."""
         self._check_backend()
         return read_audit(self.engine.rpc("refdelta_audit"))
 
@@ -121,7 +121,7 @@ class Client:
         leaves the engine's own. With ``resume=False`` the engine stays paused.
 
         Raises `DeltaError`. The engine then holds the version that it held and goes on serving. Where it did not answer
-        (``bad_answer``) it holds the old version or the new one, as `recover` tells.
+        (``bad_answer``) it holds the old version or the new one; `recover` finds out which.
 
         With ``client = Client("http://sampler:8000")``:
 
@@ -156,7 +156,8 @@ class Client:
         weight_version: str | None = None,
         resume: bool = True,
     ) -> SyncResult:
-        """Load a whole checkpoint; it lifts a fence. ``run_id`` and ``version`` name it, ``digest`` must be its own."""
+        """Load a whole checkpoint, which also lifts a fence. ``run_id`` and ``version`` name it. ``digest`` must be its
+        digest."""
         check_path("checkpoint", checkpoint)
         given = {"run_id": run_id, "version": version, "digest": digest}
         info: dict[str, object] = {name: value for name, value in given.items() if value is not None}
@@ -285,13 +286,13 @@ class _Clock:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Measure a block."""
+        """Measure the time of a block."""
         began = time.perf_counter()
         yield
         self._seconds[phase] = time.perf_counter() - began
 
     def phases(self, of_backend: Mapping[str, float]) -> dict[str, float]:
-        """All phases so far, with those that the backend measured."""
+        """The seconds of all phases so far, those that the backend measured included."""
         inner = dict.fromkeys(_PHASES.values(), 0.0)
         for phase, seconds in of_backend.items():
             inner[_PHASES.get(phase, phase)] = inner.get(_PHASES.get(phase, phase), 0.0) + seconds

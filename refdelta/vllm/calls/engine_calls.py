@@ -1,4 +1,4 @@
-"""The calls that an update makes on a vLLM engine, and an `LLM` object of this process behind them.
+"""The calls that an update makes on a vLLM engine, and their form for an `LLM` object in this process.
 
 The same calls over HTTP are `refdelta.vllm.calls.http.HttpEngine`. Nothing here imports vLLM.
 """
@@ -55,11 +55,12 @@ class Engine(Protocol):
         """Call a method of every worker; the answers in rank order."""
 
     def weight_version(self) -> str:
-        """The version that vLLM was last told."""
+        """The version label that vLLM was given last."""
 
 
 def stated(text: str) -> DeltaError | None:
-    """The backend's error in what vLLM says of a failure, that it has none of our methods included; else None."""
+    """The backend's error, taken out of vLLM's message of a failure. None where there is none. That the engine has none
+    of our methods counts as an error of the backend."""
     if re.search(r"\brefdelta_\w+\W+is not implemented", text):
         return without_backend(None)
     found = DeltaError.parse(text)
@@ -76,7 +77,7 @@ def without_backend(found: str | None) -> DeltaError:
 
 
 def said(body: str) -> str:
-    """What a server's error says: the message in its JSON, else the body."""
+    """The message of a server's error: the one in its JSON, or else the whole body."""
     try:
         found = json.loads(body)
     except ValueError:
@@ -88,7 +89,7 @@ def said(body: str) -> str:
 
 
 def unexpected(call: str, found: object) -> DeltaError:
-    """The error for an answer that is not one to ``call``; in one line, without what `DeltaError` would encode."""
+    """The error for an answer that does not fit ``call``, in one line of plain characters."""
     text = " ".join(str(found).split()).replace('"', "'")
     return DeltaError(Reason.BAD_ANSWER, f"{call}: {text[:400]}")
 

@@ -1,4 +1,4 @@
-"""What the workers of an engine say of themselves, read and held against one another. Nothing here imports vLLM."""
+"""Read the status of an engine's workers, and compare the ranks with each other. Nothing here imports vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Audit", "LastUpdate", "Status", "read_audit", "read_status"]
 _TEXTS: Final = ("run_id", "digest", "fence")
 _STATE: Final = ("run_id", "version", "digest", "verified", "unmapped", "fence", "refused")
 _AGREED: Final = ("refdelta", "vllm", "unproven", *_STATE, "session", "staged")
-"""What every rank must say alike."""
+"""Fields in which all ranks must agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class LastUpdate:
     """The last update that was committed, over all ranks."""
 
     sources: tuple[str, ...]
-    """The paths that it came from, as its client named them."""
+    """The paths of its deltas, as the client gave them."""
     changed: int
     """Elements that it changes, of checkpoint tensors."""
     written: int
     """Elements written, summed over ranks."""
     dropped: Mapping[str, str]
-    """Checkpoint tensor -> why its changes are not held here."""
+    """Checkpoint tensor -> why the engine does not hold its changes."""
     seconds: Mapping[str, float]
     """Phase (read, stage, prepare, write, audit) -> seconds of the slowest rank."""
     unproven: tuple[str, ...] = ()
@@ -38,12 +38,12 @@ class LastUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What an engine is. All ranks said the same."""
+    """The state of an engine. All ranks agree on it."""
 
     refdelta: str
     vllm: str
     unproven: tuple[str, ...]
-    """What of the engine was let in though no live test of refdelta ever ran on it, such as ``device=cuda``."""
+    """Properties of the engine on which refdelta never ran a live test, such as ``device=cuda``."""
     run_id: str | None
     version: int | None
     digest: str | None
@@ -51,10 +51,10 @@ class Status:
     verified: bool
     """False where an update came without a digest that could be checked."""
     unmapped: Mapping[str, str]
-    """Checkpoint tensor -> that the engine leaves it out and no rule says why. `digest` counts it as the files of the
-    start have it; `verified` does not speak of it."""
+    """Checkpoint tensors that the engine leaves out although no rule says why, each with a sentence. `digest` counts
+    them as they were in the files at the start. `verified` says nothing about them."""
     fence: str | None
-    """Why it takes nothing but an anchor."""
+    """Why the engine takes nothing but an anchor. None: it is not fenced."""
     refused: Mapping[str, str]
     """Checkpoint tensor -> why no update may change it."""
     session: int | None
@@ -66,7 +66,7 @@ class Status:
     last_update: LastUpdate | None
     paused: bool
     weight_version: str
-    """What vLLM was told by the last finish."""
+    """The version label that the last finish gave to vLLM."""
 
     @property
     def name(self) -> str:
@@ -84,13 +84,13 @@ class Audit:
     mismatched: Mapping[int, Mapping[str, str]]
     """Rank -> checkpoint tensor -> what differs; only ranks where something does."""
     unmapped: Mapping[str, str] = field(default_factory=dict)
-    """Checkpoint tensors that the engine leaves out without a stated reason: nothing of them was looked at."""
+    """Checkpoint tensors that the engine leaves out without a stated reason. The audit could not look at them."""
     unproven: tuple[str, ...] = ()
     """See `Status`."""
 
     @property
     def holds(self) -> bool:
-        """Whether nothing differs of what the engine holds."""
+        """Whether all weights that the engine holds agree with their digests."""
         return not self.mismatched
 
 

@@ -83,7 +83,7 @@ def attest(
         layout: the traced map of this rank.
         checkpoint: checkpoint tensor name -> tensor on the CPU; read one at a time.
         position_maps: parameter -> where its elements went after loading (what none went to must be zero), or why that
-            cannot be told. By default, and for other parameters: they stand where they were loaded.
+            is unknown. By default, and for other parameters: they stand where they were loaded.
     """
     live = {name: now for name in runtime_tensors(model) if (now := held_now(model, name)) is not None}
     moved = {param: place for param, place in (position_maps or {}).items() if isinstance(place, PositionMap)}

@@ -37,7 +37,7 @@ class NotAPermutation(Exception):
 
 
 def recover_permutations(model: nn.Module) -> dict[str, PositionMap | str]:
-    """Expert parameter -> where its elements went after loading, or why that cannot be told. The model stays as it is.
+    """Expert parameter -> where its elements went after loading, or why that is unknown. The model stays as it is.
 
     The maps are not yet held against the live bits: `attest` does that.
 

@@ -54,7 +54,7 @@ class EngineState:
     audit_cursors: tuple[int, int] = (0, 0)
     """Where the next audit goes on; see `BlockDigests.blocks_to_audit`."""
     served: nn.Module | None = None
-    """The model that the worker runs now; None until the worker has told."""
+    """The model that the worker runs now; None before the worker's first call."""
 
     # --- looking ---
 

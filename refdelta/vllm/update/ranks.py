@@ -63,7 +63,7 @@ class RankGroup:
         return self.rank == self.size - 1
 
     def run_on_all_ranks(self, step: str, action: Callable[[], AgreedValue | StepReport]) -> list[Any]:
-        """Run ``action`` here and learn how it went on every rank; returns what each rank told, in rank order.
+        """Run ``action`` here and learn how it went on every rank. Returns the report of each rank, in rank order.
 
         ``action`` may return what all ranks must agree on, with or without something to tell.
 

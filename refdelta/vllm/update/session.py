@@ -137,7 +137,7 @@ def _is_partial(delta: Delta) -> bool:
 
 
 def _fingerprint(delta: Delta) -> str:
-    """SHA-256 over what was read of a delta, the part that matters: one text that every rank must have alike."""
+    """SHA-256 over everything in a delta that decides about the weights. All ranks must have the same one."""
     whole = hashlib.sha256(repr((delta.total_elements, delta.lineage and delta.lineage.to_json())).encode())
     for patch in delta.patches:
         whole.update(repr((patch.name, patch.shape, patch.indices.dtype, patch.dtype, patch.changed)).encode())

@@ -41,10 +41,11 @@ class Update(Protocol):
     """Whether every touched block is held against its digest, not a share of them."""
 
     def prepare(self) -> dict[str, object]:
-        """Look at what will be replaced; what the other ranks must be told."""
+        """Look at the values that will be replaced; returns what the other ranks must know of it."""
 
     def settle(self, told: Sequence[Mapping[str, object]], ledger: Ledger) -> Ledger:
-        """The ledger after the update, from what all ranks told. Raises `DeltaError` where it is not the right one."""
+        """The ledger after the update, from the reports of all ranks. Raises `DeltaError` where they contradict the
+        delta."""
 
     def write(self) -> None:
         """Write everything, keep the old values, read back what was written."""
