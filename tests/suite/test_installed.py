@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -198,6 +199,20 @@ def test_it_is_the_wheel_s(installed: Path, tmp_path: Path) -> None:
     assert where.text.strip() == str(installed / PACKAGE / "__init__.py")
 
 
+@pytest.mark.nightly
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, which is not installed")
+@pytest.mark.timeout(400)
+def test_a_live_row(installed: Path, another: Path, tmp_path: Path) -> None:
+    """Children that hold engines, and vLLM's workers, find the suite under its name, beside another `conformance`."""
+    words = ["-m", "pytest", "--pyargs", f"{PACKAGE}.test_live", "-q", "-p", "no:cacheprovider", "--engine", "vllm"]
+    words += ["--backend", "native", "--plugin", "native_backend:register", "--update-info", '{"delta": "{path}"}']
+    words += ["--row", "qwen3-untied tp=1", "-k", "every_tensor or special_values or unknown_name"]
+    beside = (another, REPOSITORY / "examples" / "native_backend")
+    found = run(installed, tmp_path, sys.executable, *words, beside=beside)
+    assert found.code == Exit.PASSED, found.text[-4000:]
+    assert "3 passed" in found.text
+
+
 @pytest.mark.parametrize("order", [("conformance", PACKAGE), (PACKAGE, "conformance")], ids=" first, ".join)
 def test_it_is_never_imported_twice(installed: Path, order: tuple[str, str], tmp_path: Path) -> None:
     """From the wheel and from a clone: which of the two failures or registries is meant, nobody could tell."""
@@ -217,6 +232,11 @@ def test_nor_by_one_run_of_pytest(installed: Path, tmp_path: Path) -> None:
     assert found.code not in (Exit.PASSED, Exit.FAILED)
     assert "two copies of refdelta's conformance suite in one run" in found.text
     assert " passed" not in found.text
+
+
+def test_somebody_else_s_conformance_is_no_copy(installed: Path, another: Path, tmp_path: Path) -> None:
+    program = f"import conformance, {PACKAGE}; print(conformance.OF)"
+    assert run(another, tmp_path, sys.executable, "-c", program, beside=[installed]).text == "somebody else\n"
 
 
 def test_a_clone_says_that_it_has_the_other_name(tmp_path: Path) -> None:
