@@ -7,22 +7,19 @@ check begins from the state that the last one left. Anchors are refdelta's own w
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from . import oracle
 from .driving.options import Options
-from .findings import EngineFailed, require
+from .findings import require
 from .inputs import checkpoints
-from .inputs.checkpoints import State
-from .live import changes
 from .live.backends import backend_of
 from .live.refusals import words
 from .live.row import Row
 from .live.truth import Truths
-from .oracle import digests
+from .live.versions import ELSEWHERE, Trainer
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -30,8 +27,6 @@ pytestmark = [
     pytest.mark.needs("lineage"),
 ]
 MODEL = "qwen3-untied"
-ELSEWHERE = "rd1:0123456789abcdef"
-"""A digest of no state here."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -62,37 +57,6 @@ def live(row: Row) -> Row:
     """The row with an engine that holds its current state."""
     row.ready()
     return row
-
-
-class Trainer:
-    """Says of each delta what a trainer would say whose run begins at the row's current state."""
-
-    def __init__(self, live: Row) -> None:
-        self.live = live
-        self.run, self.version = f"run-{uuid.uuid4().hex[:8]}", 0
-
-    def next(self, seed: str) -> State:
-        """A state after the current one."""
-        return changes.every_tensor(self.live.current, f"version {seed}", self.live.aliases)
-
-    def draft(self, target: State, patches: Sequence[oracle.Patch] | None = None, **fields: object) -> oracle.Draft:
-        """The next version's delta, all that there is to say said of it, but for ``fields``."""
-        lineage = {
-            "run_id": self.run,
-            "version": self.version + 1,
-            "base_version": self.version,
-            "base_digest": digests.state_digest(self.live.current),
-            "digest": digests.state_digest(target),
-        } | fields
-        made = self.live.draft(self.live.patches(target) if patches is None else patches)
-        made.metadata["lineage"] = {key: value for key, value in lineage.items() if value is not None}
-        return made
-
-    def publishes(self, seed: str) -> None:
-        """The next version is taken."""
-        target = self.next(seed)
-        self.live.accepts(target, self.live.write(self.draft(target)))
-        self.version += 1
 
 
 def test_versions_follow_each_other(live: Row) -> None:
@@ -165,31 +129,14 @@ def test_parts_are_one_update(live: Row) -> None:
         parts = [live.write(trainer.draft(target, patches[i::2], part=[i, 2])) for i in range(2)]
         for incomplete in ([parts[0]], [parts[1]], [parts[0], parts[0]]):
             live.ready()
-            _is_incomplete(live, _session(live, incomplete))
+            _is_incomplete(live, live.session(*map(live.backend.info, incomplete)))
         live.ready()
-        found = _session(live, [parts[i] for i in order])
+        found = live.session(*(live.backend.info(parts[i]) for i in order))
         require(found is None, "update", expected="taken", found=found, context=f"{live.name}: both parts")
         live.current = target
         live.holds_current()
         trainer.version += 1
     trainer.publishes("parts three")
-
-
-def _session(live: Row, deltas: Sequence[Path]) -> str | None:
-    """Several deltas in one update; the error's text, or None."""
-    live.call("pause")
-    try:
-        live.call("start_update")
-        for delta in deltas:
-            live.call("update", info=live.backend.info(delta))
-        live.call("finish")
-    except EngineFailed:  # dead or late, which is no refusal
-        raise
-    except AssertionError as error:
-        return str(error)
-    finally:
-        live.call("resume")
-    return None
 
 
 def _is_incomplete(live: Row, found: str | None) -> None:

@@ -161,6 +161,26 @@ LIVE_CHECKS = _table(
         Check("unknown_name", "names that the checkpoint lacks are refused", ("transactional",)),
         Check("wrong_shape", "shapes that the checkpoint lacks are refused", ("transactional",)),
         Check("one_rank_fails", "one rank must refuse, and no rank writes", ("transactional",)),
+        Check(
+            "sessions",
+            "nothing of one session shows in another: paths used again, several deltas at once, abandoned ones",
+            ("live",),
+        ),
+        Check(
+            "failed_write",
+            "a write that fails after the agreement, on any rank, leaves the old weights and version on all",
+            ("transactional",),
+        ),
+        Check(
+            "account",
+            "status and audit say what the engine holds; what was changed behind its back is found and fenced",
+            ("transactional",),
+        ),
+        Check(
+            "in_place",
+            "an update moves no weights to other memory, and writes no more of them than it changes",
+            ("live",),
+        ),
         Check("separate_tied", "tied tensors are not separated", ("transactional",)),
         Check(
             "versions",

@@ -45,8 +45,10 @@ ALL = (
     _offer("strided", "encode takes views that are not contiguous, in logical row-major order", CODEC),
     _offer(
         "in_place",
-        "apply writes through the tensors that it is given, strided views included, and replaces none of them",
+        "an update writes through the tensors that are there (of a codec strided views, too), replaces none of them,"
+        " and in a live engine writes no more elements than it changes",
         CODEC,
+        LIVE,
     ),
     # What the engine says and writes.
     _offer("canonical", "delta.safetensors has exactly the bytes that the format prescribes", CODEC, PROGRAM),
@@ -88,6 +90,7 @@ ALL = (
     _offer("compiled", "engines whose model vLLM compiles, not eager ones alone", LIVE),
     _offer("lora", "engines with LoRA on, an adapter beside the weights", LIVE),
     _offer("per_rank", "update_info as a list, one for each rank", LIVE),
+    _offer("fail_at", "a write can be made to fail after the agreement: the plugin's FAIL_AT names the function", LIVE),
     _offer("http", "the backend is a vLLM plugin, so that an HTTP server has it", LIVE),
 )
 BY_ID: Mapping[str, Capability] = {capability.id: capability for capability in ALL}

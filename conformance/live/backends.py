@@ -4,7 +4,8 @@ A plugin module states what its backend offers as a literal, which is read and n
 
     CAPABILITIES = {"rollback", "sharding"}
 
-`--capabilities A,B` says it instead.
+`--capabilities A,B` says it instead. With `fail_at` among them it states, likewise as a literal, the function that the
+suite calls in every worker so that a write fails: ``FAIL_AT = "module:function"`` (`conformance.live.failing`).
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def backend_of(options: Options, offered: frozenset[str]) -> Backend:
     if options.backend is not None and options.plugin is not None:
         plugins = ",".join(plugins_of(options.plugin))
         modules = (options.plugin,)
-        return Backend(options.backend, plugins, modules, False, options.update_info, offered)
+        hook = _hook(options.plugin) if "fail_at" in offered else ""
+        return Backend(options.backend, plugins, modules, False, options.update_info, offered, hook)
     if options.mutant is None:
         return Backend(capabilities=offered)
     probe.load(options.mutant)
@@ -123,7 +125,7 @@ def _stated(source: Path, label: str) -> frozenset[str]:
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise BadEngine(f"{label} cannot be imported: {source}{line}: {error.args[0]}.") from error
-    for value in _assigned(module):
+    for value in _assigned(module, "CAPABILITIES"):
         if isinstance(value, ast.Call) and ast.unparse(value.func) in ("set", "frozenset") and len(value.args) < 2:
             value = value.args[0] if value.args else ast.Set([])
         try:
@@ -133,10 +135,18 @@ def _stated(source: Path, label: str) -> frozenset[str]:
     raise BadEngine(f"{label} assigns no CAPABILITIES; an empty set will do, or --capabilities.")
 
 
-def _assigned(module: ast.Module) -> Iterator[ast.expr]:
+def _hook(plugin: str) -> str:
+    """The literal that a module assigns to FAIL_AT, which goes with the capability `fail_at`."""
+    for value in _assigned(ast.parse(_source(plugin, Path.cwd()).read_text(encoding="utf-8")), "FAIL_AT"):
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            return value.value
+    raise BadEngine(f"Plugin {plugin!r} declares fail_at and assigns no FAIL_AT, the place `module:function` of it.")
+
+
+def _assigned(module: ast.Module, name: str) -> Iterator[ast.expr]:
     for node in module.body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if any(ast.unparse(target) == "CAPABILITIES" for target in targets):
+        if any(ast.unparse(target) == name for target in targets):
             yield node.value

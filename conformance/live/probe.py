@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from . import behind
+
 UNPACK = "CONFORMANCE_UNPACK"
 """Environment: "1" keeps CPU weights unpacked with the suite's own switch (truth engines; backends without one)."""
 PLUGINS = "CONFORMANCE_PLUGINS"
@@ -79,6 +81,7 @@ class Probe:
 
     rank: int
     model_runner: Any
+    _writes: behind.CountsWrites
 
     def probe_echo(self, nonce: str) -> tuple[int, str]:
         """Answer (rank, nonce): a stale reply in the RPC channel would carry an older nonce."""
@@ -119,6 +122,34 @@ class Probe:
         save_file(payload, path)
         path.with_suffix(".json").write_text(json.dumps(entries))
         return str(path)
+
+    def probe_flip(self, rank: int, name: str, position: int) -> None:
+        """On one rank flip a bit of one element of a parameter, as a stray write would."""
+        if self.rank == rank:
+            behind.flip(self.model_runner.get_model(), name, position)
+
+    def probe_replace_storage(self, name: str) -> None:
+        """Give a parameter other memory with the same bits."""
+        behind.replace_storage(self.model_runner.get_model(), name)
+
+    def probe_addresses(self) -> dict[str, int]:
+        """Where each parameter and buffer lies."""
+        return behind.addresses(self.model_runner.get_model())
+
+    def probe_count_writes(self) -> None:
+        """From now on count what torch writes into the weights."""
+        self._writes = behind.CountsWrites(self.model_runner.get_model())
+        self._writes.__enter__()  # type: ignore[no-untyped-call]
+
+    def probe_written(self) -> int:
+        """Stop counting: elements that torch wrote into the weights."""
+        self._writes.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return self._writes.written
+
+    def probe_call(self, place: str, arguments: list[Any]) -> None:
+        """Call a function at ``module:function`` with this rank and ``arguments``."""
+        module, _, function = place.partition(":")
+        getattr(importlib.import_module(module), function)(self.rank, *arguments)
 
     def probe_load(self, checkpoint: str, changes: str) -> None:
         """Load the checkpoint's tensors anew, some of them replaced by those of the file ``changes``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
@@ -50,6 +51,8 @@ class Backend:
     """Its `update_info` as JSON, ``{path}`` standing for the delta's directory."""
     capabilities: frozenset[str] = frozenset(capabilities.of_kind(capabilities.LIVE))
     """What it offers."""
+    fail_at: str = f"{__package__}.failing:fail_next_write"
+    """``module:function`` that lets a write fail, where it offers `fail_at`; see `failing`."""
 
     def offers(self, capability: str) -> bool:
         """Whether it declares this."""
@@ -63,6 +66,21 @@ class Backend:
     def encode(self) -> Encode:
         """Writes its deltas."""
         return encode_with_refdelta if self.ours else encode_with_oracle
+
+
+def files_of(directory: Path) -> dict[str, str]:
+    """File -> SHA-256 of its bytes, of everything below a directory."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def _directories(info: object) -> list[Path]:
+    """The directories that an `update_info` names, wherever in it."""
+    if isinstance(info, Mapping):
+        return [path for value in info.values() for path in _directories(value)]
+    if isinstance(info, list):
+        return [path for value in info for path in _directories(value)]
+    return [Path(info)] if isinstance(info, str) and Path(info).is_absolute() and Path(info).is_dir() else []
 
 
 class Row:
@@ -206,8 +224,43 @@ class Row:
     def sync(self, info: object) -> str | None:
         """Pause, start, update, finish, resume. Returns None or the error's text."""
         self._settled = False
+        given = {path: files_of(path) for path in _directories(info)}
         answer: str | None = self.call("sync", info=info)
+        self._check_files(given)
         return answer
+
+    def session(self, *infos: object, finish: bool = True) -> str | None:
+        """Several updates in one session; None, or the error's text. ``finish=False``: the session is left open."""
+        self._settled = False
+        given = {path: files_of(path) for info in infos for path in _directories(info)}
+        self.call("pause")
+        try:
+            self.call("start_update")
+            for info in infos:
+                self.call("update", info=info)
+            if finish:
+                self.call("finish")
+        except EngineFailed:  # dead or late, which is no refusal
+            raise
+        except AssertionError as error:
+            return str(error)
+        finally:
+            self.call("resume")
+            self._check_files(given)
+        return None
+
+    def _check_files(self, given: Mapping[Path, Mapping[str, str]]) -> None:
+        """What was sent is as it was: other engines, and a second try, read the same files."""
+        for path, files in given.items():
+            found = files_of(path)
+            changed = sorted(name for name in files.keys() | found.keys() if files.get(name) != found.get(name))
+            require(
+                not changed,
+                "files of a delta",
+                expected="as they were before the update",
+                found=f"{', '.join(changed)} changed, came or went",
+                context=f"{self.name}: {path.name}",
+            )
 
     def accepts(self, target: State, delta: Path | None = None) -> None:
         """Send ``delta`` (made here unless given); it must succeed and leave every rank with the bits of ``target``."""
@@ -215,6 +268,10 @@ class Row:
         require(
             found is None, "update", expected="taken", found=found, context=f"{self.name}: a good delta was refused"
         )
+        self.is_at(target)
+
+    def is_at(self, target: State) -> None:
+        """Whatever led there, every rank holds the bits of ``target``; the next check goes on from it."""
         self.current = target
         self.holds_current()
         self._settled = True
