@@ -88,11 +88,11 @@ class SharedRow(Row):
 
 def live_tests(row: str) -> dict[str, tuple[str, Check]]:
     """Test -> its check and its function, of those that a row runs."""
-    from .. import test_live, test_live_versions
+    from .. import test_live, test_live_time, test_live_versions
 
     first = row == next(iter(ROWS))
     found: dict[str, tuple[str, Check]] = {}
-    for module in (test_live, test_live_versions) if first else (test_live,):
+    for module in (test_live, test_live_versions, test_live_time) if first else (test_live,):
         for name, function in vars(module).items():
             if not name.startswith("test_") or getattr(function, "__module__", "") != module.__name__:
                 continue
