@@ -63,7 +63,7 @@ def caught_by(check: str, by: str = "", *, kind: str, fault: int | None, row: st
             broken(patch or pytest.MonkeyPatch())
 
         name, test = broken.__name__, by or f"test_{check}"
-        register(Mutant(name, kind, LIVE, f"{__name__}:{name}", broken.__doc__ or "", check, test, fault, row))
+        register(Mutant(name, kind, LIVE, f"{broken.__module__}:{name}", broken.__doc__ or "", check, test, fault, row))
         return apply
 
     return decorate
