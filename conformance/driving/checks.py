@@ -162,11 +162,6 @@ LIVE_CHECKS = _table(
         Check("wrong_shape", "shapes that the checkpoint lacks are refused", ("transactional",)),
         Check("one_rank_fails", "one rank must refuse, and no rank writes", ("transactional",)),
         Check(
-            "sizes",
-            "tensors of many blocks, more changes than 16 bits count, two-digit names, several files, four-byte values",
-            ("live",),
-        ),
-        Check(
             "sessions",
             "nothing of one session shows in another: paths used again, several deltas at once, abandoned ones",
             ("live",),

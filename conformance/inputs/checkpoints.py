@@ -174,29 +174,6 @@ def _qwen3_moe() -> Any:
     return Qwen3MoeForCausalLM(config)
 
 
-def _qwen3_large() -> Any:
-    """Numbers of two digits for layers and experts, an embedding of more than 2^24 elements, one key-value head."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        vocab_size=131_101,
-        hidden_size=128,
-        intermediate_size=112,
-        moe_intermediate_size=80,
-        num_hidden_layers=12,
-        num_experts=12,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        dtype=torch.bfloat16,
-    )
-    return Qwen3MoeForCausalLM(config)
-
-
 def _gemma4_moe() -> Any:
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
@@ -299,45 +276,23 @@ _BUILDERS: Mapping[str, Callable[[], Any]] = {
     "gemma4-moe": _gemma4_moe,
 }
 MODELS = tuple(_BUILDERS)
-_FURTHER: Mapping[str, Callable[[], Any]] = {
-    "qwen3-large": _qwen3_large,
-    "qwen3-float32": lambda: _qwen3(tied=False),
-}
-"""Made for single checks alone (`conformance.test_live_sizes`)."""
-_FILES = {"qwen3-large": 3}
-"""Over how many files a checkpoint is spread, where it is more than one."""
-_DTYPES = {"qwen3-float32": torch.float32}
-"""Of all tensors, where it is not bfloat16."""
 _OVERRIDES: Mapping[str, Mapping[str, object]] = {"gemma4-multimodal": {"architectures": ["Gemma4ForCausalLM"]}}
 
 
 def make(model: str, directory: Path) -> Checkpoint:
     """Write the suite's checkpoint ``model`` (one of `MODELS`) to ``directory``, the same bytes every time."""
-    dtype = _DTYPES.get(model, torch.bfloat16)
     with tempfile.TemporaryDirectory() as scratch:
-        {**_BUILDERS, **_FURTHER}[model]().to(dtype).save_pretrained(scratch)
+        _BUILDERS[model]().to(torch.bfloat16).save_pretrained(scratch)
         shapes = {name: tensor.shape for name, tensor in load(Path(scratch)).items()}
         directory.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(scratch) / "config.json", directory / "config.json")
     if model == "gemma4-text":
         shapes.update(_shared_kv(shapes))
-    state = {name: random_tensor(name, shape, dtype) for name, shape in shapes.items()}
+    state = {name: random_tensor(name, shape) for name, shape in shapes.items()}
     if model == "qwen3-tied-both":
         state[HEAD] = state[f"model.{EMBEDDING}"].clone()
-    _save_files(state, directory, _FILES.get(model, 1))
+    save(state, directory)
     return Checkpoint(model, directory, _OVERRIDES.get(model, MappingProxyType({})))
-
-
-def _save_files(state: State, directory: Path, count: int) -> None:
-    """One file, or several and their index; neighbours in name order go to different files."""
-    if count == 1:
-        save(state, directory)
-        return
-    homes = {name: f"model-{at % count + 1:05}-of-{count:05}.safetensors" for at, name in enumerate(sorted(state))}
-    for shard in sorted(set(homes.values())):
-        _save_shard({name: state[name] for name, home in homes.items() if home == shard}, directory / shard)
-    total = sum(tensor.numel() * tensor.itemsize for tensor in state.values())
-    (directory / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": homes}))
 
 
 class NoCheckpoint(ValueError):
@@ -381,11 +336,11 @@ def _files_of(directory: Path) -> list[str]:
     return ["config.json", *(found or [str(_HOME)])]
 
 
-def random_tensor(name: str, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A tensor whose values depend on ``name`` only: vectors near 1, matrices N(0, 1 / fan in)."""
+def random_tensor(name: str, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+    """A bf16 tensor whose values depend on ``name`` only: vectors near 1, matrices N(0, 1 / fan in)."""
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
     noise = torch.randn(tuple(shape), generator=generator)
     if len(shape) < 2:
-        return (1 + 0.15 * noise).to(dtype)
+        return (1 + 0.15 * noise).to(torch.bfloat16)
     scale = 0.1 if "embed_tokens" in name else 1 / math.sqrt(shape[-1])
-    return (scale * noise).to(dtype)
+    return (scale * noise).to(torch.bfloat16)

@@ -60,12 +60,6 @@ def _compilers_home() -> tempfile.TemporaryDirectory[str]:
 
 PLAIN = Setup()
 
-
-def setup_of(model: str) -> Setup:
-    """What a checkpoint of the suite needs: vLLM would make two bytes of four where it is not told."""
-    return Setup(arguments={"dtype": "float32"}) if model == "qwen3-float32" else PLAIN
-
-
 COMPILED = Setup(
     "compiled", {"enforce_eager": False}, {"TORCHDYNAMO_DISABLE": "0", "VLLM_USE_AOT_COMPILE": "1"}, private_cache=True
 )

@@ -34,14 +34,12 @@ from refdelta.vllm.update.updating import DeltaUpdate
 
 from .registry import LIVE, Broken, Mutant, register
 
-QWEN, QWEN_TP2, GEMMA, MOE, TIED, LARGE, FLOAT32 = (
+QWEN, QWEN_TP2, GEMMA, MOE, TIED = (
     "qwen3-untied tp=1",
     "qwen3-untied tp=2",
     "gemma4-moe tp=1",
     "qwen3-moe tp=1",
     "qwen3-tied-both tp=1",
-    "qwen3-large tp=1",
-    "qwen3-float32 tp=1",
 )
 ROWS: Mapping[str, tuple[str, ...]] = {
     QWEN: (),
@@ -49,8 +47,6 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     GEMMA: ("base", "every_tensor", "first_element"),
     MOE: ("base", "every_tensor", "first_element"),
     TIED: ("base", "every_tensor", "separate_tied"),
-    LARGE: ("sizes",),
-    FLOAT32: ("sizes",),
 }
 """The engines, and the checks that each of them runs; the first runs all."""
 

@@ -21,7 +21,6 @@ from ..inputs import checkpoints
 from ..inputs.checkpoints import State
 from ..live import changes
 from ..live.row import Backend, Row
-from ..live.setup import setup_of
 from ..live.truth import Truths
 from . import switch
 from .cells import KILLED, PASSED, SKIPPED, Cell, Judged
@@ -89,12 +88,11 @@ class SharedRow(Row):
 
 def live_tests(row: str) -> dict[str, tuple[str, Check]]:
     """Test -> its check and its function, of those that a row runs."""
-    from .. import test_live, test_live_sizes, test_live_time, test_live_versions
+    from .. import test_live, test_live_time, test_live_versions
 
     first = row == next(iter(ROWS))
-    further = (test_live_versions, test_live_time) if first else (test_live_sizes,) if "sizes" in ROWS[row] else ()
     found: dict[str, tuple[str, Check]] = {}
-    for module in (test_live, *further):
+    for module in (test_live, test_live_versions, test_live_time) if first else (test_live,):
         for name, function in vars(module).items():
             if not name.startswith("test_") or getattr(function, "__module__", "") != module.__name__:
                 continue
@@ -127,10 +125,9 @@ def row_of(name: str, scratch: Path) -> Iterator[SharedRow]:
     """The row and its engines, which end with the block."""
     model, _, tp = name.partition(" tp=")
     (scratch / "truth").mkdir(parents=True)
-    setup = setup_of(model)
-    truths = Truths(scratch / "truth", setup)
+    truths = Truths(scratch / "truth")
     backend = Backend(modules=("conformance.mutants.switch",))
-    row = SharedRow(checkpoints.make(model, scratch / "base"), int(tp), backend, truths, scratch, setup)
+    row = SharedRow(checkpoints.make(model, scratch / "base"), int(tp), backend, truths, scratch)
     try:
         yield row
     finally:

@@ -19,7 +19,7 @@ EXAMPLES = 2
 
 _MODULES: Mapping[str, tuple[str, ...]] = {
     CODEC: ("encoders", "appliers", "readers", "histories", "routers"),
-    LIVE: ("live", "live_time", "live_sizes"),
+    LIVE: ("live", "live_time"),
     OWN: ("publisher", "client"),
 }
 
