@@ -26,7 +26,8 @@ from .live.versions import ELSEWHERE, Trainer
 from .oracle import digests
 
 pytestmark = pytest.mark.timeout(600)
-MODEL = "qwen3-untied"
+MODELS = {1: "qwen3-tied", 2: "qwen3-untied"}
+"""tp -> checkpoint."""
 BOTH_SIZES = (
     "test_a_delta_that_fails_is_undone",
     "test_an_anchor_that_fails_is_undone",
@@ -39,7 +40,8 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     sizes = (1, 2) if metafunc.function.__name__ in BOTH_SIZES else (1,)
-    params = [pytest.param(tp, marks=pytest.mark.row(f"{MODEL} tp={tp}"), id=f"{MODEL}-tp{tp}") for tp in sizes]
+    rows = [(MODELS[tp], tp) for tp in sizes]
+    params = [pytest.param(r, marks=pytest.mark.row(f"{r[0]} tp={r[1]}"), id=f"{r[0]}-tp{r[1]}") for r in rows]
     metafunc.parametrize("row", params, indirect=True, scope="module")
 
 
@@ -51,11 +53,11 @@ def row(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Row]:
     """The engine under test and its fresh ones."""
-    tp, scratch = request.param, tmp_path_factory.mktemp("time")
+    (model, tp), scratch = request.param, tmp_path_factory.mktemp("time")
     if options.checkpoint or tp not in options.tp:
         pytest.skip("what outlasts a call is judged on the suite's own checkpoint, at the sizes of --tp")
     truths = Truths(tmp_path_factory.mktemp("truth"))
-    made = Row(checkpoints.make(MODEL, scratch / "base"), tp, backend_of(options, offered), truths, scratch)
+    made = Row(checkpoints.make(model, scratch / "base"), tp, backend_of(options, offered), truths, scratch)
     yield made
     made.close()
     truths.close()

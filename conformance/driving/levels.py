@@ -9,7 +9,7 @@ level.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -31,6 +31,8 @@ class Level:
     """Levels that must be passed, too."""
     needs: frozenset[str] = frozenset()
     """Capabilities without which it is declined."""
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    """Capability -> what was not judged where it is passed by an engine without it."""
 
 
 LEVELS = (
@@ -53,6 +55,7 @@ LEVELS = (
         live=True,
         on=("live",),
         needs=frozenset({"rollback"}),
+        unseen={"fail_at": "not judged after the agreement: no write was made to fail"},
     ),
     Level("served", "does the same behind an HTTP server", live=True, on=("live",), needs=frozenset({"http"})),
 )
@@ -128,4 +131,4 @@ def _judge(level: Level, outcomes: Sequence[str], offered: set[str], known: Mapp
         return Verdict(level, NOT_RUN, missing_tests, passed)
     if below:
         return Verdict(level, known[below[0]].word, f"stands on {', '.join(below)}", passed)
-    return Verdict(level, PASSED, "", passed)
+    return Verdict(level, PASSED, "; ".join(text for name, text in level.unseen.items() if name not in offered), passed)

@@ -64,6 +64,11 @@ NAMES: frozenset[str] = frozenset(
             "nobody_raises",
             "second_rank_writes_nothing",
             "anchor_lacks_norms",
+            "deltas_known_by_path",
+            "whole_tensors_written",
+            "delta_not_undone",
+            "fence_ignored",
+            "status_repeats_the_delta",
         ),
         # own
         *(

@@ -6,6 +6,7 @@ has beside codec and engine, runs under one seed against its own test alone. Liv
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from conformance.mutants.cells import Cell, Judged
 from conformance.mutants.codec_run import methods_of
 from conformance.mutants.live import ROWS
 from conformance.mutants.readers import SwallowsErrors
-from conformance.mutants.registry import CODEC, LIVE, OWN, RUNS, mutants
+from conformance.mutants.registry import CODEC, LIVE, OWN, RUNS, Mutant, mutants
 from conformance.mutants.report import Result
 from conformance.mutants.right import Plain
 from tests.suite.runs import CONFORMANCE, QUIET, REPOSITORY, command, run
@@ -64,10 +65,19 @@ def test_there_are_mutants_of_every_part_and_of_every_check() -> None:
     assert len(ALL) >= 40
     kinds = {mutant.kind for mutant in ALL}
     assert kinds == {
-        *("encoder", "applier", "reader", "history", "router", "publisher", "rank", "version", "client")
+        *("encoder", "applier", "reader", "history", "router", "publisher", "rank", "version", "client"),
+        *("session", "undo", "fence", "account"),
     }, kinds
     assert {mutant.check for mutant in ALL if mutant.run == CODEC} == CODEC_CHECKS.keys()
     assert len({mutant.fault for mutant in ALL} - {None}) >= 30
+
+
+@pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
+def test_a_mutant_stands_where_it_says(mutant: Mutant) -> None:
+    """A place that leads nowhere breaks the process otherwise than was meant, which counts as killed."""
+    module, _, name = mutant.place.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    assert (found.__module__, found.__name__) == (module, name)
 
 
 def test_the_matrix_holds_every_mutant_and_every_check() -> None:
