@@ -26,14 +26,17 @@ from .oracle.layouts import Layout, Piece, lay_out
 bit_exact = pytest.mark.check("bit_exact")
 LARGE = {sizes.power(size): size for size in sizes.LARGE_ELEMENTS}
 """One tensor for each call: a program gets a file of 16 MiB, not of 64."""
-CASES = ("elements", *LARGE, "changes", "dimensions")
+TURNS = [f"elements, dtypes {turn} further" for turn in range(1, 4)]
+"""Each size in another dtype: a kernel for elements of two bytes has chunks of its own."""
+CASES = ("elements", *TURNS, *LARGE, "changes", "dimensions")
 
 
 def _pair(case: str, engine: FullCodec) -> Pair:
     """The states of a case, in dtypes that the engine takes."""
     codes = sizes.mixed(engine.capabilities)
-    if case == "elements":
-        return sizes.of_elements(sizes.ELEMENTS, codes)
+    if case in ("elements", *TURNS):
+        turn = TURNS.index(case) + 1 if case in TURNS else 0
+        return sizes.of_elements(sizes.ELEMENTS, [*codes[turn % len(codes) :], *codes[: turn % len(codes)]])
     if case in LARGE:
         return sizes.of_elements([LARGE[case]], [sizes.one_byte(engine.capabilities, LARGE[case])])
     if case == "changes":

@@ -167,7 +167,11 @@ class Seeds:
     def of(self, test: Test, *, whole: bool = True) -> Iterator[int]:
         """The seeds under which a test is worth running; a long one, unless ``whole``, under a few of them."""
         count = min(self.count, _FEW) if test.name == _HISTORY and not whole else self.count
-        for seed in range(count if test.seeded else 1):
+        yield from Seeds(count if test.seeded else 1).numbers()
+
+    def numbers(self) -> Iterator[int]:
+        """Each seed, while it is the one that tests draw with."""
+        for seed in range(self.count):
             hypothesis_core.global_force_seed = seed  # type: ignore[assignment]  # what ``--hypothesis-seed`` sets
             yield seed
 
