@@ -20,14 +20,18 @@ from torch import Tensor
 from ..engines.codecs import FullCodec
 from ..engines.program import Program
 from ..inputs import sizes
-from ..oracle import DELTA_FILE, METADATA_FILE
+from ..inputs.wide import numbers
+from ..oracle import CODES, DELTA_FILE, METADATA_FILE, State, expected_patches
 from ..oracle.layouts import Layout
 
 ENCODE, APPLY, INVERT, COMPOSE, DIGEST, FOLLOW, ROUTE = (
     *("encode", "apply", "invert", "compose", "digest", "follow", "route"),
 )
+UPDATE = "update"
+"""Of a live engine."""
 ELEMENTS, CHANGES, IN_ALL, POSITIONS = "elements", "changes", "changes in a delta", "positions"
 AXES, TENSORS, DELTAS, THREADS, REGIONS = "axes", "tensors", "deltas", "threads", "elements of a region"
+LAYERS, EXPERTS, FILES, RANKS = "layers", "experts", "files", "ranks to a kv head"
 WORDS: Mapping[str, str] = {
     ELEMENTS: "elements in a tensor",
     REGIONS: "elements in a region",
@@ -38,6 +42,10 @@ WORDS: Mapping[str, str] = {
     TENSORS: "tensors",
     DELTAS: "deltas in one",
     THREADS: "threads",
+    LAYERS: "layers",
+    EXPERTS: "experts",
+    FILES: "files",
+    RANKS: "ranks to a kv head",
 }
 
 IN_PROCESS = "in process"
@@ -102,10 +110,17 @@ class Record:
     """What engines of a run saw: (verb, quantity) -> sizes."""
 
     seen: dict[tuple[str, str], set[int]] = field(default_factory=dict)
+    dtypes: set[str] = field(default_factory=set)
+    """Of live engines' checkpoints."""
 
     def note(self, verb: str, quantity: str, found: Iterable[int]) -> None:
         """These sizes went through the engine."""
         self.seen.setdefault((verb, quantity), set()).update(map(int, found))
+
+    def clear(self) -> None:
+        """Forget what an earlier run of this process saw."""
+        self.seen.clear()
+        self.dtypes.clear()
 
     def missing(self, offered: Iterable[str]) -> list[tuple[Range, list[int]]]:
         """What of the plan was not reached, of what the engine's capabilities (and `IN_PROCESS`) allow."""
@@ -124,6 +139,8 @@ class Record:
         for quantity, words in WORDS.items():
             if found := self.seen.get((verb, quantity)):
                 yield f"{sizes.power(max(found))} {words}"
+        if verb == UPDATE and self.dtypes:
+            yield f"dtypes {', '.join(sorted(self.dtypes))}"
 
     def fields(self) -> list[dict[str, object]]:
         """For JSON."""
@@ -132,6 +149,34 @@ class Record:
             for (verb, quantity), found in self.seen.items()
             if found
         ]
+
+
+LIVE = Record()
+"""What live engines of this process took."""
+
+
+def of_change(directory: Path, base: State, target: State, tp: int) -> dict[str, list[int]]:
+    """The sizes of one delta for a live engine of ``tp`` ranks, from the checkpoint's directory and two states."""
+    changes = [len(patch.indices) for patch in expected_patches(base, target)]
+    config = json.loads((directory / "config.json").read_text())
+    heads = int(config.get("text_config", config).get("num_key_value_heads", tp) or tp)
+    return {
+        ELEMENTS: [tensor.numel() for tensor in target.values()],
+        CHANGES: changes,
+        IN_ALL: [sum(changes)],
+        TENSORS: [len(target)],
+        LAYERS: [len(numbers(target, "layers"))],
+        EXPERTS: [len(numbers(target, "experts"))],
+        FILES: [len(list(directory.glob("*.safetensors")))],
+        RANKS: [-(-tp // heads)],
+    }
+
+
+def note_live(directory: Path, base: State, target: State, tp: int) -> None:
+    """A live engine took this change."""
+    for quantity, found in of_change(directory, base, target, tp).items():
+        LIVE.note(UPDATE, quantity, found)
+    LIVE.dtypes.update(CODES[tensor.dtype] for tensor in target.values())
 
 
 class Recorder:

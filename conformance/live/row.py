@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import oracle
+from ..driving import ranges
 from ..driving.codec import skip_for
 from ..driving.options import UPDATE_INFO, filled
 from ..engines import capabilities
@@ -215,8 +216,9 @@ class Row:
         require(
             found is None, "update", expected="taken", found=found, context=f"{self.name}: a good delta was refused"
         )
-        self.current = target
+        before, self.current = self.current, target
         self.holds_current()
+        ranges.note_live(self.checkpoint.directory, before, target, self.tp)
         self._settled = True
 
     def refuses(self, info: object, reasons: frozenset[str], *, outputs: bool = True) -> None:

@@ -204,11 +204,11 @@ def _caught(mutant: Mutant, cells: Cells) -> tuple[str, str]:
 
 def _thresholds() -> str:
     every = thresholds.generated()
-    return f"""{len(every)} more, generated (`conformance/mutants/thresholds.py`): each is right below a boundary (2^8, 2^12,
-2^16, 2^18, 2^20, 2^24, 2^31) and wrong from there on. `make test` kills {len(thresholds.sample(every))} of them by the
-test that each names, the nightly step `thresholds` all, under three seeds:
-`python -m conformance.mutants.thresholds --seeds 3` prints this table with what was killed, and ends with 1 where one
-survives.
+    return f"""{len(every)} more, generated (`conformance/mutants/thresholds.py`): each is right below a boundary
+(2^8, 2^12, 2^16, 2^18, 2^20, 2^24, 2^31) and wrong from there on. `make test` kills
+{len(thresholds.sample(every))} of them by the test that each names, the nightly step `thresholds` all, under three
+seeds: `python -m conformance.mutants.thresholds --seeds 3` prints this table with what was killed, and ends with 1
+where one survives.
 
 {thresholds.counted(every)}"""
 
