@@ -1,7 +1,8 @@
 """Checkpoints that are large where live faults hide: in numbers of two digits, in blocks, in files, in dtypes.
 
 ``qwen3-wide`` has twelve layers and twelve experts, one key-value head (so that two ranks share it), four files, and an
-embedding of which each of two ranks holds more than 2^19 elements. ``qwen3-float32`` has F32 weights, and two files.
+embedding of which each of two ranks holds more than 2^19 elements. ``qwen3-float32`` has F32 weights, two files, and an
+embedding of more than 2^24 elements, where positions are no longer what float32 holds.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _float32() -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=203,
+        vocab_size=211_003,
         hidden_size=80,
         intermediate_size=112,
         num_hidden_layers=2,
@@ -59,7 +60,7 @@ def _float32() -> Any:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=256,
-        tie_word_embeddings=False,
+        tie_word_embeddings=True,
         dtype=torch.float32,
     )
     return Qwen3ForCausalLM(config)

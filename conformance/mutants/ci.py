@@ -44,6 +44,11 @@ NAMES: frozenset[str] = frozenset(
             "CutsFusedEvenly",
             "SwapsGateAndUp",
             "ForgetsVocabularyPadding",
+            "WritesOverWhatIsThere",
+            "SeesSharedElementsOnce",
+            "WritesIntoSharedElements",
+            "LeavesBareTensors",
+            "CountsFiles",
         ),
         # live
         *(
@@ -64,6 +69,8 @@ NAMES: frozenset[str] = frozenset(
             "nobody_raises",
             "second_rank_writes_nothing",
             "anchor_lacks_norms",
+            "first_digit_of_a_layer",
+            "values_through_bf16",
         ),
         # own
         *(
