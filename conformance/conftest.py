@@ -9,11 +9,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from .driving.codec import Scratch
 from .driving.options import Options
+from .driving.ranges import Recorder
 from .engines import codecs as engines
 from .inputs.strategies import Domain, codes_for
 from .suite import plugin
@@ -43,10 +45,10 @@ def offered(pytestconfig: pytest.Config) -> frozenset[str]:
 
 @pytest.fixture(scope="session")
 def engine(pytestconfig: pytest.Config) -> engines.FullCodec:
-    """The codec under test; a live run has none."""
-    codec = plugin.run_of(pytestconfig).codec
-    assert codec is not None, "codec checks are deselected with a live engine"
-    return codec
+    """The codec under test, with a note of what it sees; a live run has none."""
+    run = plugin.run_of(pytestconfig)
+    assert run.codec is not None, "codec checks are deselected with a live engine"
+    return cast(engines.FullCodec, Recorder(run.codec, run.record))
 
 
 @pytest.fixture(scope="session")

@@ -15,8 +15,8 @@ from .findings import require
 pytestmark = pytest.mark.needs("large")
 
 WIDTH = 2**16
-CHANGED = [0, 2**31 - 1, 2**31, 2**31 + 7, 2**31 + WIDTH - 1]
-"""The first, the last that I32 holds, the first that it does not, one more, and the last."""
+CHANGED = [0, 2**31 - 1, 2**31, 2**31 + 1, 2**31 + 7, 2**31 + WIDTH - 1]
+"""The first, the last that I32 holds, the first that it does not, two more, and the last."""
 
 
 def _zeros(rows: int) -> Tensor:

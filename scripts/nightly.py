@@ -56,6 +56,11 @@ STEPS = (
         ("-m", "conformance.mutants", "--write"),
         ("--missing",),
     ),
+    Step(
+        "thresholds",
+        "codecs that go wrong from a size on, under three seeds",
+        ("-m", "conformance.mutants.thresholds", "--seeds", "3"),
+    ),
     Step("loaders", "every changed copy of vLLM's loader", ("-m", "conformance.mutants.loader_run")),
     Step(
         "conformance",

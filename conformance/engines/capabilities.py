@@ -50,8 +50,14 @@ ALL = (
         CODEC,
         LIVE,
     ),
+    _offer(
+        "autograd",
+        "tensors that require gradients, and those made in inference mode, are taken like any other, and stay so",
+        CODEC,
+    ),
     # What the engine says and writes.
     _offer("canonical", "delta.safetensors has exactly the bytes that the format prescribes", CODEC, PROGRAM),
+    _offer("keeps_existing", "encode and compose refuse a path where something is, and leave it as it is", CODEC),
     _offer("reasons", "a refusal carries the format's reason code as `reason` of the exception", *KINDS),
     # Further operations.
     _offer(

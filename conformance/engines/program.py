@@ -270,7 +270,15 @@ class _NewDelta(_Output):
 def _contents(path: Path) -> Any:
     """Names, sizes and modification times of what lies at a path: cheap, and a write shows."""
     paths = [path, *sorted(path.rglob("*"))] if path.is_dir() else [path] if path.exists() else []
-    return [(str(each), (found := each.stat()).st_size, found.st_mtime_ns, found.st_ino) for each in paths]
+    return [(str(each), (found := _stat(each)).st_size, found.st_mtime_ns, found.st_ino) for each in paths]
+
+
+def _stat(path: Path) -> os.stat_result:
+    """Of what a link leads to, or of the link where it leads nowhere."""
+    try:
+        return path.stat()
+    except OSError:
+        return path.lstat()
 
 
 class _Files:

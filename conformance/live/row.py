@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import oracle
+from ..driving import ranges
 from ..driving.codec import skip_for
 from ..driving.options import UPDATE_INFO, filled
 from ..engines import capabilities
@@ -268,7 +269,9 @@ class Row:
         require(
             found is None, "update", expected="taken", found=found, context=f"{self.name}: a good delta was refused"
         )
+        before = self.current
         self.is_at(target)
+        ranges.note_live(self.checkpoint.directory, before, target, self.tp)
 
     def is_at(self, target: State) -> None:
         """Whatever led there, every rank holds the bits of ``target``; the next check goes on from it."""

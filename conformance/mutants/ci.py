@@ -44,6 +44,11 @@ NAMES: frozenset[str] = frozenset(
             "CutsFusedEvenly",
             "SwapsGateAndUp",
             "ForgetsVocabularyPadding",
+            "WritesOverWhatIsThere",
+            "SeesSharedElementsOnce",
+            "WritesIntoSharedElements",
+            "LeavesBareTensors",
+            "CountsFiles",
         ),
         # live
         *(
@@ -69,6 +74,8 @@ NAMES: frozenset[str] = frozenset(
             "delta_not_undone",
             "fence_ignored",
             "status_repeats_the_delta",
+            "first_digit_of_a_layer",
+            "values_through_bf16",
         ),
         # own
         *(

@@ -41,12 +41,16 @@ QWEN, QWEN_TP2, GEMMA, MOE, TIED = (
     "qwen3-moe tp=1",
     "qwen3-tied-both tp=1",
 )
+WIDE, FLOAT32 = "qwen3-wide tp=2", "qwen3-float32 tp=1"
+"""Of `test_live_sizes`; what must be caught there is in `live_sizes`."""
 ROWS: Mapping[str, tuple[str, ...]] = {
     QWEN: (),
     QWEN_TP2: ("base", "every_tensor", "first_element", "last_element", "shard_boundaries", "one_rank_fails"),
     GEMMA: ("base", "every_tensor", "first_element"),
     MOE: ("base", "every_tensor", "first_element"),
     TIED: ("base", "every_tensor", "separate_tied"),
+    WIDE: ("every_tensor", "shard_boundaries", "special_values"),
+    FLOAT32: ("every_tensor", "shard_boundaries", "special_values"),
 }
 """The engines, and the checks that each of them runs; the first runs all."""
 

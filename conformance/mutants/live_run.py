@@ -12,19 +12,22 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from ..driving.checks import LIVE_CHECKS
 from ..findings import InfrastructureFailed
-from ..inputs import checkpoints
+from ..inputs import checkpoints, wide
 from ..inputs.checkpoints import State
 from ..live import changes
 from ..live.row import Backend, Row
+from ..live.setup import PLAIN
 from ..live.truth import Truths
+from ..test_live_sizes import SETUPS
 from . import switch
 from .cells import KILLED, PASSED, SKIPPED, Cell, Judged
-from .live import ROWS
+from .live import FLOAT32, ROWS, WIDE
 from .registry import LIVE, Mutant, mutants
 from .report import UNBROKEN
 
@@ -88,16 +91,25 @@ class SharedRow(Row):
 
 def live_tests(row: str) -> dict[str, tuple[str, Check]]:
     """Test -> its check and its function, of those that a row runs."""
-    from .. import test_live, test_live_time, test_live_versions
+    from .. import test_live, test_live_sizes, test_live_time, test_live_versions
 
     first = row == next(iter(ROWS))
+    if row in (WIDE, FLOAT32):
+        return _tests_in([test_live_sizes], ROWS[row])
+    return (
+        _tests_in([test_live, test_live_versions, test_live_time], None) if first else _tests_in([test_live], ROWS[row])
+    )
+
+
+def _tests_in(modules: Sequence[ModuleType], checks: Container[str] | None) -> dict[str, tuple[str, Check]]:
+    """The tests of these modules, of these checks alone."""
     found: dict[str, tuple[str, Check]] = {}
-    for module in (test_live, test_live_versions, test_live_time) if first else (test_live,):
+    for module in modules:
         for name, function in vars(module).items():
             if not name.startswith("test_") or getattr(function, "__module__", "") != module.__name__:
                 continue
             check = _check_of(function, module)
-            if first or check in ROWS[row]:
+            if checks is None or check in checks:
                 found[f"{module.__name__.rpartition('.')[2].removeprefix('test_')}::{name}"] = check, function
     return found
 
@@ -125,9 +137,12 @@ def row_of(name: str, scratch: Path) -> Iterator[SharedRow]:
     """The row and its engines, which end with the block."""
     model, _, tp = name.partition(" tp=")
     (scratch / "truth").mkdir(parents=True)
-    truths = Truths(scratch / "truth")
+    large = name in (WIDE, FLOAT32)
+    setup = SETUPS[model, int(tp)] if large else PLAIN
+    truths = Truths(scratch / "truth", setup)
     backend = Backend(modules=("conformance.mutants.switch",))
-    row = SharedRow(checkpoints.make(model, scratch / "base"), int(tp), backend, truths, scratch)
+    checkpoint = (wide if large else checkpoints).make(model, scratch / "base")
+    row = SharedRow(checkpoint, int(tp), backend, truths, scratch, setup)
     try:
         yield row
     finally:

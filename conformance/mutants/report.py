@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..driving.checks import CHECKS, CODEC_CHECKS, LIVE_CHECKS
-from . import ci
+from . import ci, thresholds
 from .cells import Cell, Cells, Judged, killed_by, to_json
 from .loaders import EDITS
 from .registry import CODEC, EXAMPLES, FAULTS, LIVE, OWN, SEEDS, Mutant, mutants
@@ -113,6 +113,7 @@ def document(result: Result, wanted: Sequence[Mutant]) -> str:
         parts += [f"## {title}", _matrix(result, own, run), _checks(result, own, run), _list(result, own)]
     own = [mutant for mutant in wanted if mutant.run == OWN]
     parts += ["## Parts that the suite has no check for", _OWN_TEXT, _list(result, own)]
+    parts += ["## Codecs that go wrong from a size on", _thresholds()]
     parts += ["## vLLM's own loader, changed", _LOADERS_TEXT, _loaders()]
     return "\n\n".join(parts) + "\n"
 
@@ -199,6 +200,17 @@ def _caught(mutant: Mutant, cells: Cells) -> tuple[str, str]:
         return "nothing", "0"
     test = max(named, key=lambda name: (named[name].always, named[name].ran))
     return f"`{test}`", f"{named[test].killed} of {named[test].ran}"
+
+
+def _thresholds() -> str:
+    every = thresholds.generated()
+    return f"""{len(every)} more, generated (`conformance/mutants/thresholds.py`): each is right below a boundary
+(2^8, 2^12, 2^16, 2^18, 2^20, 2^24, 2^31) and wrong from there on. `make test` kills
+{len(thresholds.sample(every))} of them by the test that each names, the nightly step `thresholds` all, under three
+seeds: `python -m conformance.mutants.thresholds --seeds 3` prints this table with what was killed, and ends with 1
+where one survives.
+
+{thresholds.counted(every)}"""
 
 
 _LOADERS_TEXT = """Copies of vLLM's text with one offset, shard id or name changed, made by

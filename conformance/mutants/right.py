@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -37,7 +38,13 @@ class Plain:
         if what[0] != what[1]:
             raise ValueError("base and target are states of different tensors")
         patches = self.find(base, target)
+        self.check_target(out)
         oracle.write_delta(out, patches, self.total(target, patches))
+
+    def check_target(self, out: Path) -> None:
+        """Refuse a path where something is."""
+        if os.path.lexists(out):
+            raise FileExistsError(f"{out} exists")
 
     def read(self, delta: Path) -> Sequence[Patch]:
         """The patches of a delta; raises where anything is wrong with it."""
@@ -48,6 +55,8 @@ class Plain:
             tensor = weights[patch.name]
             if (tuple(tensor.shape), CODES[tensor.dtype]) != (patch.shape, patch.code):
                 raise ValueError(f"{patch.name}: {patch.code} {patch.shape} does not fit {tensor.dtype} {tensor.shape}")
+            if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+                raise ValueError(f"{patch.name}: several of its elements are one in memory")
 
     def write(self, weights: MutableMapping[str, Tensor], patch: Patch) -> None:
         """Write one patch through the tensor."""
@@ -55,7 +64,8 @@ class Plain:
         new = bits(tensor)
         new[patch.indices] = patch.bits
         carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-        tensor.view(carrier).copy_(from_bits(new, patch.code, patch.shape).view(carrier))
+        with torch.inference_mode():  # outside of it, what was made in it takes no writes
+            tensor.detach().view(carrier).copy_(from_bits(new, patch.code, patch.shape).view(carrier))
 
     def apply(self, delta: Path, weights: MutableMapping[str, Tensor]) -> None:
         patches = self.read(delta)
@@ -112,6 +122,7 @@ class Plain:
 
     def compose(self, deltas: Sequence[Path], out: Path) -> None:
         self.check_chain(deltas)
+        self.check_target(out)
         found: dict[str, tuple[Patch, dict[int, Any]]] = {}
         for patch in (patch for delta in deltas for patch in self.read(delta)):
             own = dict(zip(patch.indices.tolist(), patch.bits, strict=True))

@@ -23,7 +23,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from hypothesis.database import DirectoryBasedExampleDatabase
 from hypothesis.errors import InvalidArgument
 
-from ..driving import levels, xfails
+from ..driving import levels, ranges, xfails
 from ..driving.checks import CODEC_CHECKS
 from ..driving.codec import skip_for
 from ..driving.options import GATE, Options, add_options, options_of
@@ -110,7 +110,8 @@ def _started(options: Options, config: pytest.Config) -> Run:
             offered = declared(options, directory)
             if not config.option.collectonly:
                 check_import(options, directory)
-            return Run(options, None, offered)
+            ranges.LIVE.clear()
+            return Run(options, None, offered, record=ranges.LIVE)
         codec = engines.load(options.engine, engines.Loading(directory, options.capabilities, options.exec_timeout))
     except engines.CannotStart as error:
         config.stash[CANNOT_START] = True

@@ -94,6 +94,7 @@ def document(run: Run, code: int) -> dict[str, Any]:
         ],
         "checks": [_check(run, check) for check in run.matrix.checks],
         "rows": run.matrix.rows,
+        "ranges": run.record.fields(),
         "tests": [_test(run, result, commands[id(result)]) for result in tests],
         "unmatched_xfails": run.unmatched,
         "not_selected": run.left_out_line() if run.left_out else "",

@@ -11,12 +11,13 @@ from pathlib import Path
 from ..driving import levels
 from ..driving.levels import Verdict
 from ..driving.options import Options
+from ..driving.ranges import IN_PROCESS, Record
 from ..engines import capabilities
 from ..engines.capabilities import CODEC, LIVE, PROGRAM
 from ..engines.codecs import FullCodec
 from ..engines.program import Program
 from . import matrix, results
-from .results import FAILED, NOT_RUN, PASSED, Result
+from .results import FAILED, NOT_RUN, PASSED, SKIPPED, Result
 
 PACKAGE = __name__.partition(".")[0]
 """The suite's name: that of its folder in a clone, `refdelta_conformance` from a wheel."""
@@ -57,6 +58,8 @@ class Run:
     unmatched: list[str] = field(default_factory=list)
     """Entries of the xfails file that match no test."""
     began: float = field(default_factory=time.time)
+    record: Record = field(default_factory=Record)
+    """How large what the engine saw was."""
 
     @property
     def kind(self) -> str:
@@ -96,10 +99,23 @@ class Run:
             return Exit.FAILED
         if failed or self.collection_failed:
             return Exit.INFRASTRUCTURE
+        if pytest_s == 0 and self.undriven():
+            return Exit.INFRASTRUCTURE
         judged = any(result.outcome in (PASSED, FAILED) for result in self.results.values())
         if pytest_s == 0 and not judged and not self.collect_only:
             return Exit.USAGE
         return Exit.USAGE if pytest_s == _NOTHING_COLLECTED else pytest_s
+
+    def undriven(self) -> list[str]:
+        """Sizes that the suite plans to reach and did not, in a whole run that found no fault: the suite's own."""
+        chapters = {path.name for home in self.homes for path in home.glob("test_codec_*.py")}
+        whole = chapters <= files_of(result.id for result in self.results.values())
+        whole &= all(result.outcome in (PASSED, SKIPPED) for result in self.results.values())
+        if self.codec is None or not whole or not self.record.seen:  # a worker process keeps a record of its own
+            return []
+        offered = self.offered | ({IN_PROCESS} if self.kind == CODEC else set())
+        lacking = self.record.missing(offered)
+        return [f"The suite plans {row.quantity} of {lack} for {row.verb}, and drove none." for row, lack in lacking]
 
     def left_out_line(self) -> str:
         """How many tests need the other kind of engine."""
@@ -124,6 +140,7 @@ class Run:
         """The section that ends the run."""
         lines = [*matrix.header(self.name), "", *self.matrix.table(width), *self.matrix.skip_lines()]
         lines += [f"level {verdict.line()}" for verdict in self.verdicts()]
+        lines += [*self.record.lines(), *self.undriven()]
         if self.left_out:
             lines.append(self.left_out_line())
         lines += filter(None, [self.partial_line()])

@@ -50,7 +50,7 @@ def test_former_names_still_work() -> None:
 def test_what_a_program_cannot_offer() -> None:
     """A program gets files: nothing in memory, and no layouts."""
     only_in_memory = capabilities.of_kind(CODEC).keys() - capabilities.of_kind(PROGRAM).keys()
-    assert only_in_memory == {"strided", "in_place", "routes"}
+    assert only_in_memory == {"strided", "in_place", "autograd", "keeps_existing", "routes"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
