@@ -56,6 +56,11 @@ STEPS = (
         ("-m", "conformance.mutants", "--write"),
         ("--missing",),
     ),
+    Step(
+        "sentences",
+        "every engine that breaks a sentence of SPEC.md; docs/SENTENCES.md",
+        ("-m", "conformance.mutants.sentences", "--write"),
+    ),
     Step("loaders", "every changed copy of vLLM's loader", ("-m", "conformance.mutants.loader_run")),
     Step(
         "conformance",

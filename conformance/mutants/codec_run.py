@@ -59,6 +59,8 @@ class Test:
     options: Options
     seeded: bool
     """Whether it draws, so that another seed is another test."""
+    item: str
+    """`TEST[PARAMETERS]`."""
 
     @property
     def id(self) -> str:
@@ -147,6 +149,7 @@ def _test(item: pytest.Function) -> Test:
         arguments,
         plugin.run_of(item.config).options,
         hasattr(item.obj, "hypothesis") or item.originalname == _HISTORY,
+        item.name,
     )
 
 

@@ -19,6 +19,7 @@ IN_WHEEL = (
     "README.md",
     "report.schema.json",
     "report.html.j2",
+    "sentences.json",
     "vectors/README.md",
     "suite/launch.py",
     "configs/qwen3-8b.json",
