@@ -61,6 +61,11 @@ STEPS = (
         "codecs that go wrong from a size on, under three seeds",
         ("-m", "conformance.mutants.thresholds", "--seeds", "3"),
     ),
+    Step(
+        "sentences",
+        "every engine that breaks a sentence of SPEC.md; docs/SENTENCES.md",
+        ("-m", "conformance.mutants.sentences", "--write"),
+    ),
     Step("loaders", "every changed copy of vLLM's loader", ("-m", "conformance.mutants.loader_run")),
     Step(
         "conformance",

@@ -105,10 +105,38 @@ def _metadata(made: Corpus) -> None:
         "bad_metadata",
         put({"requires": [1]}),
     )
+    _not_announced(made)
     surrogate = json.dumps(good.metadata).replace("b.weight", "b.\\ud800").encode()
     header = delta_files(replace_header_names(draft_of(BASE, TARGET)))
     lone = {**header, f"delta/{METADATA_FILE}": surrogate}
     _add(made, "names/layer_name_with_a_lone_surrogate", "a text that UTF-8 has not", "bad_name", lone)
+    held = {name.replace("b.weight", "b.\ufffd"): t for name, t in BASE.items()}
+    why = "the state has the name that some JSON libraries put in its place"
+    files = {**lone, "base.safetensors": packed_state(held)}
+    made.add("invalid/names/lone_surrogate_beside_its_replacement", why, files, reason="bad_name")
+    _twice(made)
+
+
+def _twice(made: Corpus) -> None:
+    """Two layers of one name, each of which fits."""
+    base = {"v": tensor("F16", (7, 2), salt=20), "w": tensor("F16", (7, 2))}
+    parts = draft_of(base, {"v": flipped(base["v"], [1, 2]), "w": flipped(base["w"], [4])})
+    parts.metadata["layer_names"] = ["w", "w"]
+    parts.header_metadata = {"layer_names": '["w","w"]'}
+    files = {"base.safetensors": packed_state(base), **delta_files(parts)}
+    why = "either layer fits by itself"
+    made.add("invalid/names/layer_name_twice_of_one_shape", why, files, reason="duplicate_name")
+
+
+def _not_announced(made: Corpus) -> None:
+    """A change of an integer tensor that `requires` does not announce."""
+    base = {**BASE, "steps": tensor("I64", (2, 3), salt=80)}
+    parts = draft_of(base, {**base, "steps": flipped(base["steps"], [4])})
+    del parts.metadata["requires"]
+    files = {"base.safetensors": packed_state(base), **delta_files(parts)}
+    why, needs = "a reader that does not know the extension cannot tell", ["non_floating"]
+    path = "invalid/extensions/integer_values_not_announced"
+    made.add(path, why, files, reason="unsupported_dtype", needs=needs)
 
 
 def replace_header_names(parts: Draft) -> Draft:
@@ -120,27 +148,50 @@ def replace_header_names(parts: Draft) -> Draft:
 def _header(made: Corpus) -> None:
     good = draft_of(BASE, TARGET)
 
-    def with_metadata(path: str, why: str, reason: str, metadata: str) -> None:
+    def files_with(metadata: str) -> dict[str, bytes]:
         files = delta_files(good)
         raw = files[f"delta/{DELTA_FILE}"]
         _, _, start = oracle.unpack(raw)
         header = json.loads(raw[8:start])
         del header["__metadata__"]
         text = '{"__metadata__":' + metadata + "," + json.dumps(header)[1:]
-        files[f"delta/{DELTA_FILE}"] = oracle.pack_raw(text, [raw[start:]])
-        _add(made, path, why, reason, files)
+        return {**files, f"delta/{DELTA_FILE}": oracle.pack_raw(text, [raw[start:]])}
+
+    def with_metadata(path: str, why: str, reason: str, metadata: str) -> None:
+        _add(made, path, why, reason, files_with(metadata))
 
     with_metadata("header/metadata_a_list", "`__metadata__` is an object", "bad_header", "[]")
     with_metadata("header/metadata_of_numbers", "its values are texts", "bad_header", '{"a":1}')
     with_metadata("header/layer_names_not_json", "`layer_names` holds JSON", "bad_header", '{"layer_names":"a.weight"}')
     with_metadata("header/layer_names_fewer", "the last name is missing", "keys_mismatch", _names(good, slice(0, 2)))
     with_metadata("header/metadata_key_twice", "a key twice", "bad_header", '{"a":"1","a":"1"}')
+    files = files_with('{"a":"%"}')
+    files[f"delta/{DELTA_FILE}"] = files[f"delta/{DELTA_FILE}"].replace(b'"%"', b'"\xff"', 1)
+    _add(made, "header/metadata_value_not_utf8", "also where the key is unknown", "bad_header", files)
+
+    def with_entry(path: str, why: str, change: Callable[[dict[str, object]], object]) -> None:
+        """The description of the second values changed."""
+        files = delta_files(good)
+        raw = files[f"delta/{DELTA_FILE}"]
+        _, _, start = oracle.unpack(raw)
+        header = json.loads(raw[8:start])
+        change(header["1.values"])
+        files[f"delta/{DELTA_FILE}"] = oracle.pack_raw(json.dumps(header), [raw[start:]])
+        _add(made, path, why, "bad_header", files)
+
+    with_entry("header/entry_with_a_further_key", "three keys and no more", put_in({"strides": [1]}))
+    with_entry("header/shape_a_float", "3.0 is no integer", put_in({"shape": [3.0]}))
     files = delta_files(good)
     raw = files[f"delta/{DELTA_FILE}"]
     start = int.from_bytes(raw[:8], "little")
     spaced = b" " + raw[8 : 8 + start].rstrip()
     files[f"delta/{DELTA_FILE}"] = len(spaced).to_bytes(8, "little") + spaced + raw[8 + start :]
     _add(made, "header/starts_with_a_space", "the text starts with `{`", "bad_header", files)
+
+
+def put_in(values: Mapping[str, object]) -> Callable[[dict[str, object]], object]:
+    """Set these keys."""
+    return lambda entry: entry.update(values)
 
 
 def _names(parts: Draft, which: slice) -> str:

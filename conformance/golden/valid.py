@@ -249,6 +249,8 @@ def _metadata(made: Corpus) -> None:
         ("optional_keys_null", "null stands for nothing", dict.fromkeys(written_today)),
         ("timestamp_an_integer", "seconds may be whole", {"timestamp": 1767323045}),
         ("nested_32_deep", "lists and objects in each other", {"deep": _nested(30)}),
+        ("nested_32_levels", "the innermost list is the 32nd level", {"deep": _nested(31)}),
+        ("integer_of_4000_digits", "readers take it, also where they ignore it", {"later": 10**3999}),
         ("unknown_keys", "kept and ignored", {"later": {"a": [1, None, "x"]}, "": 0, "Format": "other"}),
         ("requires_nothing", "no extension is required", {"requires": []}),
         ("requires_null", "null stands for nothing", {"requires": None}),
@@ -260,8 +262,16 @@ def _metadata(made: Corpus) -> None:
         parts.metadata = dict(sorted(parts.metadata.items(), reverse=True))
 
     _loose(made, "metadata/keys_in_another_order", "objects have no order", base, target, reordered)
+    _beside(made, base, target)
     needless = {"requires": ["non_floating_values"]}
     _loose(made, "metadata/requires_more", "an extension without use", base, target, put(needless), non_floating=True)
+
+
+def _beside(made: Corpus, base: State, target: State) -> None:
+    files = {"base.safetensors": packed_state(base), "expected.safetensors": packed_state(target)}
+    files |= {**delta_files(draft_of(base, target)), "delta/trainer_state.json": b"{}\n"}
+    said = {"base_digest": digests.state_digest(base), "digest": digests.state_digest(target)}
+    made.add("valid/files/another_file_beside", "readers ignore other files of the directory", files, **said)
 
 
 def _nested(depth: int) -> object:
@@ -397,6 +407,19 @@ def _compose(made: Corpus) -> None:
     ):
         _chain(made, name, why, chain)
         _chain(made, f"{name}_with_lineage", f"{why}; the lineage spans the range", chain, lineage=True)
+    _empty_layer(made, a, b)
+
+
+def _empty_layer(made: Corpus, a: State, b: State) -> None:
+    """Two deltas of which the second has a layer without positions."""
+    (change,) = expected_patches(a, b)
+    empty = Patch("u", (2, 2), "F32", np.array([], dtype=np.int64), np.array([], dtype=np.uint32))
+    total = total_elements(a)
+    files = {"base.safetensors": packed_state(a), "expected.safetensors": packed_state(b)}
+    files |= {**delta_files(draft([change], total), "deltas/0"), **delta_files(draft([empty], total), "deltas/1")}
+    files |= delta_files(draft([change], total), "composed")
+    said = {"base_digest": digests.state_digest(a), "digest": digests.state_digest(b)}
+    made.add("valid/compose/layer_without_positions", "the composition leaves it out", files, **said)
 
 
 def _chain(made: Corpus, name: str, why: str, chain: Sequence[Mapping[str, Tensor]], *, lineage: bool = False) -> None:

@@ -326,6 +326,16 @@ _text("metadata_empty", b"")
 _text("metadata_not_json", b"{")
 _text("metadata_not_utf8", b'{"format": "\xff\xfe"}')
 _text("metadata_a_list", b"[]")
+_add(
+    "metadata",
+    "metadata_above_100_MB",
+    ("bad_metadata",),
+    lambda parts: {
+        **parts.files(),
+        METADATA_FILE: parts.files()[METADATA_FILE].ljust(100_000_001),
+    },
+    no_vector="100 MB",
+)
 _remove("format", "unsupported_format")
 _set("metadata", "format_other", "unsupported_format", format="dense_delta")
 _remove("format_version", "unsupported_version")

@@ -61,6 +61,8 @@ class Test:
     options: Options
     seeded: bool
     """Whether it draws, so that another seed is another test."""
+    item: str
+    """`TEST[PARAMETERS]`."""
 
     @property
     def id(self) -> str:
@@ -149,6 +151,7 @@ def _test(item: pytest.Function) -> Test:
         arguments,
         plugin.run_of(item.config).options,
         hasattr(item.obj, "hypothesis") or item.originalname == _HISTORY,
+        item.name,
     )
 
 

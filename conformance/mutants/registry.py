@@ -11,6 +11,8 @@ import pytest
 CODEC, LIVE, OWN = "codec", "live", "own"
 """How a mutant is run: as a codec, in a live engine, or under refdelta's own test of a part that the suite lacks."""
 RUNS = (CODEC, LIVE, OWN)
+SENTENCE = "sentence"
+"""A run of its own, beside the kill matrix: what breaks one sentence of SPEC.md (`conformance.mutants.sentences`)."""
 
 SEEDS: Mapping[str, int] = {CODEC: 20, LIVE: 3}
 """Of a whole run."""
@@ -21,6 +23,7 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
     CODEC: ("encoders", "appliers", "readers", "histories", "routers", "unusual"),
     LIVE: ("live", "live_time", "live_sizes"),
     OWN: ("publisher", "client"),
+    SENTENCE: ("by_sentence", "by_sentence_own"),
 }
 
 
@@ -33,7 +36,7 @@ class Mutant:
     kind: str
     """The part that is wrong."""
     run: str
-    """One of `RUNS`."""
+    """One of `RUNS`, or `SENTENCE`."""
     place: str
     """``module:object``."""
     does: str
@@ -46,6 +49,8 @@ class Mutant:
     """The public fault that it stands for (`FAULTS`); None where it breaks an invariant of the format alone."""
     row: str = ""
     """For `LIVE`: the engine on which it must be caught (`conformance.mutants.live.ROWS`)."""
+    breaks: tuple[str, ...] = ()
+    """For `SENTENCE`: ids of SPEC.md."""
 
 
 Broken = Callable[[pytest.MonkeyPatch], None]

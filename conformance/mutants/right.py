@@ -130,6 +130,7 @@ class Plain:
         merged = [
             replace(patch, indices=np.array(sorted(new)), bits=np.array([new[at] for at in sorted(new)]))
             for _, (patch, new) in sorted(found.items())
+            if new
         ]
         totals = [oracle.read_delta(delta).metadata["total_elements"] for delta in deltas]
         span = self.span(deltas, [patch.name for patch in merged])

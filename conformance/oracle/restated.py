@@ -319,6 +319,8 @@ def unpack(raw: bytes) -> tuple[list[Entry], dict[str, str], int]:
         raise OracleError(f"__metadata__ {metadata}")
     entries, offset = [], 0
     for key, spec in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        if spec.keys() != {"dtype", "shape", "data_offsets"}:
+            raise OracleError(f"{key}: an entry of {sorted(spec)}")
         begin, end = spec["data_offsets"]
         if not all(type(number) is int for number in (*spec["shape"], begin, end)):  # JSON's true is no number
             raise OracleError(f"{key}: shape {spec['shape']}, offsets [{begin}, {end}] are not all integers")
@@ -484,7 +486,9 @@ def _require(condition: bool, text: str) -> None:
 
 
 def _metadata(directory: Path) -> dict[str, Any]:
-    metadata = strict_json((directory / METADATA_FILE).read_bytes())
+    text = (directory / METADATA_FILE).read_bytes()
+    _require(len(text) <= MAX_HEADER_BYTES, f"metadata of {len(text)} bytes")
+    metadata = strict_json(text)
     _require(isinstance(metadata, dict), f"metadata {metadata!r}")
     _require(metadata.get("format") == "sparse_delta", f"format {metadata.get('format')!r}")
     _require(metadata.get("format_version") == 2, f"format_version {metadata.get('format_version')!r}")

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 
+from ..driving import sentences
 from ..driving.checks import CHECKS
 from ..driving.options import UPDATE_INFO
 from ..engines import capabilities
@@ -95,6 +96,7 @@ def document(run: Run, code: int) -> dict[str, Any]:
         "checks": [_check(run, check) for check in run.matrix.checks],
         "rows": run.matrix.rows,
         "ranges": run.record.fields(),
+        "sentences": sentences.read(run.outcomes()),
         "tests": [_test(run, result, commands[id(result)]) for result in tests],
         "unmatched_xfails": run.unmatched,
         "not_selected": run.left_out_line() if run.left_out else "",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from ..driving import levels
+from ..driving import levels, sentences
 from ..driving.levels import Verdict
 from ..driving.options import Options
 from ..driving.ranges import IN_PROCESS, Record
@@ -92,6 +92,10 @@ class Run:
                 outcomes.setdefault(level, []).append(levels.NOT_JUDGED if result.unjudged else result.outcome)
         return levels.judge(outcomes, live=self.options.live, capabilities=self.offered)
 
+    def outcomes(self) -> list[tuple[str, str]]:
+        """Every test with what it came to; a failure that says nothing of the engine is no verdict."""
+        return [(result.id, results.NOT_RUN if result.unjudged else result.outcome) for result in self.results.values()]
+
     def exit(self, pytest_s: int) -> Exit | int:
         """The code to end with, where pytest would end with ``pytest_s``."""
         failed = [result for result in self.results.values() if result.outcome == FAILED]
@@ -141,6 +145,7 @@ class Run:
         lines = [*matrix.header(self.name), "", *self.matrix.table(width), *self.matrix.skip_lines()]
         lines += [f"level {verdict.line()}" for verdict in self.verdicts()]
         lines += [*self.record.lines(), *self.undriven()]
+        lines.append(sentences.line(sentences.read(self.outcomes())))
         if self.left_out:
             lines.append(self.left_out_line())
         lines += filter(None, [self.partial_line()])

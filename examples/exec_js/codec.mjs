@@ -126,6 +126,7 @@ function readSafetensors(raw) {
 
 function readEntry(key, spec) {
   need(spec instanceof Map, "bad_header", `${key}: no description`);
+  need(spec.size === 3, "bad_header", `${key}: ${[...spec.keys()]}`);
   const [code, shape, offsets] = ["dtype", "shape", "data_offsets"].map((name) => spec.get(name));
   need(typeof code === "string", "bad_header", `${key}: no dtype`);
   need(Object.hasOwn(WIDTH, code), "unsupported_dtype", `${key}: ${code}`);
@@ -229,6 +230,7 @@ function readDelta(directory) {
   } catch (error) {
     throw new Refused(`[unreadable] ${error.message}`);
   }
+  need(raw[0].length <= 100_000_000, "bad_metadata", `metadata.json of ${raw[0].length} bytes`);
   const metadata = readMetadata(raw[0], () => checkNotLegacy([...readSafetensors(raw[1]).tensors.keys()]));
   const { tensors, metadata: header } = readSafetensors(raw[1]);
   checkNotLegacy([...tensors.keys()]);

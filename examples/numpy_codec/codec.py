@@ -184,6 +184,7 @@ def texts(value: object) -> bool:
 
 def read_metadata(raw: bytes) -> dict[str, Any]:
     """What `metadata.json` says, every key checked."""
+    need(len(raw) <= 100_000_000, "metadata.json is too long")
     found: Any = strict_json(raw)
     need(isinstance(found, dict), "the metadata is no object")
     need(found.get("format") == "sparse_delta", "not a sparse_delta")
@@ -216,6 +217,7 @@ def read_payload(raw: bytes) -> tuple[dict[str, tuple[str, list[int], bytes]], d
     need(isinstance(metadata, dict) and texts([*metadata.values()]), "__metadata__")
     found, offset = {}, 0
     for key, spec in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        need(spec.keys() == {"dtype", "shape", "data_offsets"}, f"{key}: {sorted(spec)}")
         code, shape, (begin, end) = spec["dtype"], spec["shape"], spec["data_offsets"]
         need(code in WIDTH and all(map(count, shape)), f"{key}: {code} {shape}")
         need(begin == offset and end - begin == math.prod(shape) * WIDTH[code], f"{key}: offsets")

@@ -361,6 +361,15 @@ def test_one_part_of_several_is_not_applied() -> None:
     assert_same(receiver, b)
 
 
+def test_a_part_has_counts_of_its_own(tmp_path: Path) -> None:
+    """S9.7-3: those of its own positions, not of the whole update."""
+    delta = replace(diff(state(1, 2, 3), state(1, 9, 3)), lineage=Lineage("run", 1, 0, part=(0, 2)))
+    folder = write_delta(delta, tmp_path / "part")
+    assert read_delta(folder).changed_elements == 1
+    edit_metadata(folder, lambda metadata: metadata.update(changed_elements=2))
+    refused(Reason.COUNT_MISMATCH, partial(read_delta, folder))
+
+
 def test_many_versions_cost_no_drift() -> None:
     """A digest rolled 200 times is the one computed anew."""
     rng = np.random.default_rng(7)

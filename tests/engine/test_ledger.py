@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from refdelta.spec import DeltaError, Lineage, Reason
-from refdelta.vllm.update.ledger import Ledger
+from refdelta.spec import Delta, DeltaError, Lineage, Reason, TensorPatch
+from refdelta.vllm.update.ledger import Account, Ledger
 from refdelta.vllm.update.options import Options
 
 DIGEST = f"rd1:{7:016x}"
@@ -34,3 +35,14 @@ def test_a_base_and_a_state_by_name() -> None:
         "the delta is based on no stated version of run s, no stated digest; the engine holds version 3 of run r, of "
     )
     assert caught.value.detail == expected + "unknown digest"
+
+
+def test_a_change_without_lineage_is_unverified() -> None:
+    """S14.2-1: the digest is known, and nobody has said what it should be."""
+    patch = TensorPatch("w", (2, 3), torch.tensor([4], dtype=torch.int32), torch.ones(1))
+    account = [Account({"w": 1}, {"w": 9})]
+    here = Ledger({"w": 7}, {}, "r", 1)
+    after = here.after(Delta((patch,), 6), account, repeated=False)
+    assert (after.run_id, after.version, after.verified) == (None, None, False)
+    known = here.after(Delta((patch,), 6, Lineage("r", 2, 1, here.digest, after.digest)), account, repeated=False)
+    assert (known.version, known.verified) == (2, True)

@@ -23,7 +23,7 @@ from tests.suite.runs import CONFORMANCE, REPOSITORY, Outcome, command
 
 PACKAGE = "refdelta_conformance"
 """The suite's name where a wheel installed it."""
-DATA = {"README.md", "report.schema.json", "report.html.j2"}
+DATA = {"README.md", "report.schema.json", "report.html.j2", "sentences.json"}
 """Files of the suite that are no modules, beside vectors and configurations."""
 IN_CLONE_ALONE = ("mutants", "demo.py")
 PIP = (sys.executable, "-m", "pip")
