@@ -14,6 +14,7 @@ from typing import cast
 import pytest
 
 from .driving.codec import Scratch
+from .driving.features import Guarded
 from .driving.options import Options
 from .driving.ranges import Recorder
 from .engines import codecs as engines
@@ -45,13 +46,13 @@ def offered(pytestconfig: pytest.Config) -> frozenset[str]:
 
 @pytest.fixture(scope="session")
 def engine(pytestconfig: pytest.Config) -> engines.FullCodec:
-    """The codec under test, with a note of what it sees; a live run has none."""
+    """The codec under test, guarded, with a note of what it sees; a live run has none."""
     run = plugin.run_of(pytestconfig)
     assert run.codec is not None, "codec checks are deselected with a live engine"
-    return cast(engines.FullCodec, Recorder(run.codec, run.record))
+    return cast(engines.FullCodec, Guarded(cast(engines.FullCodec, Recorder(run.codec, run.record))))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # between modules the engine may lose features
 def codes(engine: engines.FullCodec) -> Domain:
     """What the codec under test must take."""
     return codes_for(engine.capabilities)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from . import oracle
 from .driving.codec import Scratch, refused
 from .engines.codecs import FullCodec
-from .findings import require
+from .findings import Finding, Mismatch, require
 from .inputs import strategies
 from .inputs.corruptions import change_of
 from .oracle import CODES, State, assert_bit_equal, clone, expected_state
@@ -19,14 +19,19 @@ from .oracle import CODES, State, assert_bit_equal, clone, expected_state
 pytestmark = pytest.mark.check("refuses")
 
 
-def _meaning(delta: Path, base: State) -> State | None:
-    """The state after the delta; None where it is malformed or does not fit."""
+def _meaning(delta: Path, base: State) -> State | str:
+    """The state after the delta, or why it should be refused."""
     try:
         patches = oracle.read_delta(delta).patches
     except Exception:
-        return None
+        return "malformed"
     held = {name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in base.items()}
-    return expected_state(base, patches) if all(held.get(p.name) == (p.code, p.shape) for p in patches) else None
+    for patch in patches:
+        if patch.name not in held:
+            return "unknown_tensor"
+        if held[patch.name] != (patch.code, patch.shape):
+            return "dtype_mismatch" if held[patch.name][0] != patch.code else "shape_mismatch"
+    return expected_state(base, patches)
 
 
 @given(st.data())
@@ -41,13 +46,19 @@ def test_anything_wrong(engine: FullCodec, codes: tuple[str, ...], scratch: Scra
             expected, weights = _meaning(tmp, base), clone(base)
             error = refused(lambda at=tmp, held=weights: engine.apply(at, held))  # type: ignore[misc]  # bound early
         if error is None:
-            require(expected is not None, "refusal", expected="a refusal", found="taken", context=f"{kind}: malformed")
-            assert expected is not None
+            if isinstance(expected, str):
+                raise Mismatch(Finding("refusal", expected=f"a refusal ({expected})", found="taken", context=kind))
             assert_bit_equal(expected, weights, kind)
             continue
         assert_bit_equal(base, weights, f"{kind}: refused ({error}), and yet the state changed")
         found = f"refused ({error})"
-        require(expected is None, "refusal", expected="taken", found=found, context=f"{kind}: nothing is wrong with it")
+        require(
+            isinstance(expected, str),
+            "refusal",
+            expected="taken",
+            found=found,
+            context=f"{kind}: nothing is wrong with it",
+        )
         if "reasons" in engine.capabilities:
             reason = getattr(error, "reason", None)
             require(reason, "reason", expected="a reason code", found=reason, context=f"{kind}: refused ({error!r})")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from . import oracle
 from .driving.codec import Scratch, assert_same_bytes, encoded
+from .driving.features import require_offered
 from .driving.options import Options
 from .engines.codecs import FullCodec
 from .inputs import strategies
@@ -70,6 +71,7 @@ def test_thread_counts(engine: FullCodec, scratch: Scratch) -> None:
 
 def test_fresh_processes(engine: FullCodec, options: Options, scratch: Scratch) -> None:
     """Two processes whose text hashes differ: the order of a set or a clock would show."""
+    require_offered(engine, *_sizeable())
     with scratch() as tmp:
         base, target = (
             oracle.save_state(tmp / f"{name}.safetensors", state)

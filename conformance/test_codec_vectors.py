@@ -154,12 +154,12 @@ def test_followed(engine: FullCodec, vector: Vector) -> None:
 @pytest.mark.check("refuses")
 def test_refused(engine: FullCodec, vector: Vector) -> None:
     """Refused for its reason, with the state as it was; to a digest where the fault is in the lineage."""
-    base = vector.state("base.safetensors")
+    base, reason = vector.state("base.safetensors"), vector.expected["reason"]
     if "digest" in vector.expected:
-        error = raised(lambda weights: engine.follow(vector.delta, weights, vector.expected["digest"]), base)
+        error = raised(lambda weights: engine.follow(vector.delta, weights, vector.expected["digest"]), base, reason)
     else:
-        error = refusal(engine, vector.delta, base)
-    assert_reason(engine, error, vector.expected["reason"])
+        error = refusal(engine, vector.delta, base, reason)
+    assert_reason(engine, error, reason)
 
 
 @pytest.mark.level("versioned")
@@ -167,7 +167,8 @@ def test_refused(engine: FullCodec, vector: Vector) -> None:
 @pytest.mark.check("refuses")
 def test_not_composed(engine: FullCodec, scratch: Scratch, vector: Vector) -> None:
     with scratch() as tmp:
-        error = raised(lambda _: engine.compose(vector.deltas, tmp / "composed"), vector.state("base.safetensors"))
+        base, reason = vector.state("base.safetensors"), vector.expected["reason"]
+        error = raised(lambda _: engine.compose(vector.deltas, tmp / "composed"), base, reason)
         assert not (tmp / "composed").exists(), "refused, and yet something was written"
     assert_reason(engine, error, vector.expected["reason"])
 
@@ -212,5 +213,6 @@ def test_large_applied(engine: FullCodec, vector: Vector) -> None:
 @pytest.mark.check("refuses")
 def test_large_refused(engine: FullCodec, vector: Vector) -> None:
     state = _zeros(vector)
-    assert_reason(engine, must_refuse(lambda: engine.apply(vector.delta, state)), vector.expected["reason"])
+    reason = vector.expected["reason"]
+    assert_reason(engine, must_refuse(lambda: engine.apply(vector.delta, state), reason), reason)
     _assert_after(state, {})

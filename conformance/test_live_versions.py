@@ -133,8 +133,7 @@ def test_parts_are_one_update(live: Row) -> None:
         live.ready()
         found = live.session(*(live.backend.info(parts[i]) for i in order))
         require(found is None, "update", expected="taken", found=found, context=f"{live.name}: both parts")
-        live.current = target
-        live.holds_current()
+        live.is_at(target)
         trainer.version += 1
     trainer.publishes("parts three")
 
@@ -145,7 +144,7 @@ def _is_incomplete(live: Row, found: str | None) -> None:
     require(said, "refusal", expected="a refusal (incomplete)", found="a refusal without text", context=live.name)
     if live.backend.offers("reasons"):
         require("[incomplete]" in str(found), "reason", expected="incomplete", found=found, context=live.name)
-    live.holds_current()
+    live.is_at(live.current)
 
 
 def test_an_anchor_replaces_everything(live: Row) -> None:

@@ -36,15 +36,18 @@ def applied(engine: Codec, delta: Path, base: State) -> dict[str, Tensor]:
     return weights
 
 
-def refusal(engine: Codec, delta: Path, base: State) -> Exception:
-    """The exception with which the engine refuses the delta, the weights being as they were."""
-    return raised(lambda weights: engine.apply(delta, weights), base)
+def refusal(engine: Codec, delta: Path, base: State, *reasons: str) -> Exception:
+    """The exception with which the engine refuses the delta, the weights being as they were.
+
+    reasons: for which it should, as far as they are known.
+    """
+    return raised(lambda weights: engine.apply(delta, weights), base, *reasons)
 
 
-def raised(attempt: Callable[[dict[str, Tensor]], object], base: State) -> Exception:
+def raised(attempt: Callable[[dict[str, Tensor]], object], base: State, *reasons: str) -> Exception:
     """The exception with which an attempt on a copy of `base` ends, the copy being as it was."""
     weights = clone(base)
-    error = must_refuse(lambda: attempt(weights))
+    error = must_refuse(lambda: attempt(weights), *reasons)
     assert_bit_equal(base, weights, f"refused ({error}), and yet the state changed")
     return error
 
@@ -60,11 +63,12 @@ def refused(attempt: Callable[[], object]) -> Exception | None:
     return None
 
 
-def must_refuse(attempt: Callable[[], object]) -> Exception:
+def must_refuse(attempt: Callable[[], object], *reasons: str) -> Exception:
     """The exception with which an engine refuses; a Mismatch where it takes."""
     error = refused(attempt)
     if error is None:
-        raise Mismatch(Finding("refusal", expected="a refusal", found="taken, and should be refused"))
+        wanted = f"a refusal ({' or '.join(sorted(reasons))})" if reasons else "a refusal"
+        raise Mismatch(Finding("refusal", expected=wanted, found="taken, and should be refused"))
     return error
 
 

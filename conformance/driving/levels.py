@@ -16,6 +16,8 @@ import pytest
 from .checks import CHECKS
 
 PASSED, FAILED, DECLINED, NOT_RUN, NOT_JUDGED = "passed", "failed", "declined", "not run", "not judged"
+INFRASTRUCTURE = "infrastructure"
+"""The outcome of a test that failed without a verdict on the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +119,17 @@ def judge(outcomes: Mapping[str, Sequence[str]], *, live: bool, capabilities: It
 
 def _judge(level: Level, outcomes: Sequence[str], offered: set[str], known: Mapping[str, Verdict]) -> Verdict:
     passed, missing = outcomes.count("passed"), sorted(level.needs - offered)
-    bad = {word: outcomes.count(word) for word in ("failed", "xfailed", "not run")}
+    bad = {word: outcomes.count(word) for word in ("failed", "xfailed", "not judged", "not run")}
     below = [name for name in level.on if known[name].word != PASSED]
     if missing:
         return Verdict(level, DECLINED, f"the engine does not declare {', '.join(missing)}")
     if bad["failed"] or bad["xfailed"]:
         counts = [f"{count} {word}" for word, count in bad.items() if count]
         return Verdict(level, FAILED, ", ".join(counts), passed)
-    if unjudged := outcomes.count(NOT_JUDGED):
+    if unjudged := outcomes.count(INFRASTRUCTURE):
         return Verdict(level, NOT_JUDGED, f"of {unjudged} tests: the infrastructure failed", passed)
+    if unjudged := outcomes.count(NOT_JUDGED):
+        return Verdict(level, NOT_JUDGED, f"{unjudged} tests need what failed elsewhere", passed)
     if bad["not run"] or not passed:
         missing_tests = f"{bad['not run']} of {len(outcomes)} tests did not run" if outcomes else "no tests"
         return Verdict(level, NOT_RUN, missing_tests, passed)

@@ -32,12 +32,35 @@ def _offer(name: str, promise: str, *kinds: str, method: str | None = None) -> C
     return Capability(name, promise, frozenset(kinds), method)
 
 
+BASIC = ("float16", "float32", "signed_zero", "scalars", "empty_tensors", "mixed_dtypes")
+"""What every engine offers that does not take it back: ``-scalars`` among its capabilities does."""
+SETS: Mapping[str, tuple[str, ...]] = {
+    "float8": ("float8_e4m3", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0"),
+    "non_floating": ("integers", "bool", "complex"),
+}
+"""One name for several: who declares it declares each of them, and who declares each of them declares it."""
+
 ALL = (
-    # What may be in a state or in a delta. BF16, F16 and F32 without NaN are the least that an engine takes.
+    # What may be in a state or in a delta. BF16 without NaN is the least that an engine takes; `BASIC` goes without
+    # saying.
+    _offer("float16", "F16 tensors", CODEC, PROGRAM),
+    _offer("float32", "F32 tensors", CODEC, PROGRAM),
+    _offer("signed_zero", "zeros with a sign: -0.0 has other bits than 0.0", CODEC, PROGRAM),
+    _offer("scalars", "tensors of shape [], with one element", CODEC, PROGRAM),
+    _offer("empty_tensors", "tensors without elements", CODEC, PROGRAM),
+    _offer("mixed_dtypes", "states of tensors of different dtypes", CODEC, PROGRAM),
     _offer("float64", "F64 tensors", CODEC, PROGRAM),
-    _offer("float8", "tensors of the five F8 dtypes", CODEC, PROGRAM),
+    _offer("float8", "tensors of the five F8 dtypes: all of the next five names", CODEC, PROGRAM),
+    _offer("float8_e4m3", "F8_E4M3 tensors", CODEC, PROGRAM),
+    _offer("float8_e5m2", "F8_E5M2 tensors", CODEC, PROGRAM),
+    _offer("float8_e4m3fnuz", "F8_E4M3FNUZ tensors", CODEC, PROGRAM),
+    _offer("float8_e5m2fnuz", "F8_E5M2FNUZ tensors", CODEC, PROGRAM),
+    _offer("float8_e8m0", "F8_E8M0 tensors", CODEC, PROGRAM),
     _offer("sub_byte", "F4 tensors, an element being a pair of values (one byte), as in torch", CODEC, PROGRAM),
-    _offer("non_floating", "integer, bool and complex tensors", CODEC, PROGRAM),
+    _offer("non_floating", "integer, bool and complex tensors: all of the next three names", CODEC, PROGRAM),
+    _offer("integers", "integer tensors", CODEC, PROGRAM),
+    _offer("bool", "bool tensors", CODEC, PROGRAM),
+    _offer("complex", "C64 tensors", CODEC, PROGRAM),
     _offer("nan_values", "NaNs, of any sign and payload, as new values", CODEC, PROGRAM, LIVE),
     _offer("i64_positions", "deltas with I64 positions for tensors that I32 would do for", CODEC, PROGRAM),
     _offer("large", "tensors of more than 2^31 elements, with I64 positions", CODEC, PROGRAM),
@@ -112,12 +135,25 @@ class UnknownCapability(ValueError):
 
 
 def checked(declared: Iterable[str], kind: str, label: str) -> frozenset[str]:
-    """The declared names as a set; UnknownCapability for one that engines of ``kind`` cannot offer."""
+    """What an engine of ``kind`` offers that declares this: with `BASIC`, sets and their members, without ``-name``.
+
+    UnknownCapability for a name that is none, or that engines of ``kind`` cannot offer.
+    """
     names, known = set(declared), of_kind(kind)
-    unknown = sorted(str(name) for name in names if name not in BY_ID)
+    taken_back = {str(name)[1:] for name in names if str(name).startswith("-")}
+    names = {name for name in names if not str(name).startswith("-")}
+    unknown = sorted(str(name) for name in names | taken_back if name not in BY_ID)
     if unknown:
         raise UnknownCapability(f"{label} declares unknown capabilities {unknown}; known are {sorted(known)}.")
-    misplaced = sorted(names - known.keys())
+    misplaced = sorted((names | taken_back) - known.keys())
     if misplaced:
         raise UnknownCapability(f"{label} declares {misplaced}, which a {kind} engine cannot offer.")
-    return frozenset(names)
+    return effective(names, taken_back, known)
+
+
+def effective(names: Iterable[str], taken_back: Iterable[str], known: Iterable[str]) -> frozenset[str]:
+    """The names, `BASIC` and what sets stand for, of those that are ``known``, but for what is taken back."""
+    members = {member for name in names for member in SETS.get(name, ())}
+    gone = {*taken_back, *(member for name in taken_back for member in SETS.get(name, ()))}
+    found = ({*names, *members, *BASIC} & set(known)) - gone - SETS.keys()
+    return frozenset(found | {name for name, of in SETS.items() if found.issuperset(of)})

@@ -196,7 +196,7 @@ def load(name: str, how: Loading | None = None) -> FullCodec:
     if missing or not isinstance(getattr(engine, "name", None), str):
         raise BadEngine(f"{label} lacks {', '.join(missing) or 'a name'}.")
     codec = cast(FullCodec, engine)
-    return codec if how.declared is None else cast(FullCodec, Declaring(codec, offered))
+    return codec if offered == codec.capabilities else cast(FullCodec, Declaring(codec, offered))
 
 
 class Declaring:

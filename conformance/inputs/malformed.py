@@ -11,6 +11,7 @@ leaves a trace in the first. Without the fault, `oracle.write_delta` of the same
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -429,10 +430,11 @@ def _recoded(code: str, kind: type[np.generic]) -> Make:
 
 
 def _values_as(code: str) -> Make:
-    """The second patch's values as as many zeros of another dtype."""
+    """The second patch's values as as many zeros of another dtype; of F16, where they are of this one."""
 
     def change(entry: Entry) -> Entry:
-        return replace(entry, code=code, data=bytes(entry.shape[0] * oracle.width(code)))
+        other = code if code != entry.code else "F16"
+        return replace(entry, code=other, data=bytes(entry.shape[0] * oracle.width(other)))
 
     return lambda parts: parts.replace(VALUES, change)
 
@@ -500,19 +502,31 @@ _add("state", "shape_with_an_axis_more", ("shape_mismatch",), _shape_second(lamb
 # -- a state and good patches of it ----------------------------------------------------------------------------------
 
 
-def _example() -> tuple[dict[str, Tensor], tuple[Patch, ...]]:
+def _example(
+    codes: Sequence[str] = ("BF16", "F16", "F32"), bound: int = 2**15
+) -> tuple[dict[str, Tensor], tuple[Patch, ...]]:
+    """Of tensors of these dtypes, their bit patterns below ``bound``."""
     rng = np.random.default_rng(20)
     base, target = {}, {}
-    for name, code, shape in (("a.weight", "BF16", (3, 5)), ("b.weight", "F16", (7, 2)), ("c.bias", "F32", (2, 3))):
-        old = rng.integers(0, 2**15, size=shape).astype(oracle.unsigned(code)).reshape(-1)
+    for name, code, shape in zip(("a.weight", "b.weight", "c.bias"), codes, ((3, 5), (7, 2), (2, 3)), strict=True):
+        old = rng.integers(0, bound, size=shape).astype(oracle.unsigned(code)).reshape(-1)
         new = old.copy()
         new[[1, 2, 5]] ^= oracle.unsigned(code).type(1)
         base[name] = oracle.from_bits(old, code, shape)
         target[name] = oracle.from_bits(new, code, shape)
-    base["untouched"] = oracle.from_bits(np.arange(40), "F32", (4, 10))
+    base["untouched"] = oracle.from_bits(np.arange(40), codes[-1], (4, 10))
     target["untouched"] = base["untouched"]
     return base, oracle.expected_patches(base, target)
 
 
 STATE, PATCHES = _example()
 """A state of four tensors, and good patches of the first three."""
+
+
+@functools.cache
+def example_for(capabilities: frozenset[str]) -> tuple[dict[str, Tensor], tuple[Patch, ...]]:
+    """`STATE` and `PATCHES`, or others like them for an engine that takes no NaN, or no other dtype than BF16."""
+    if capabilities.issuperset({"float16", "float32", "mixed_dtypes", "nan_values"}):
+        return STATE, PATCHES
+    several = capabilities.issuperset({"float16", "float32", "mixed_dtypes"})
+    return _example(("BF16", "F16", "F32") if several else ("BF16",) * 3, 0x3F00)

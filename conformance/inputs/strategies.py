@@ -122,12 +122,16 @@ SPECIALS: Mapping[str, Bits] = {code: _specials(code) for code in DTYPES}
 """Bit patterns per dtype that arithmetic treats specially: zeros, subnormals, infinities, NaNs, extremes."""
 
 LEAST = ("BF16", "F16", "F32")
-"""The dtypes that every engine takes."""
+"""The dtypes that an engine takes unless it takes them back."""
 _CODES_OF = {
+    "float16": ("F16",),
+    "float32": ("F32",),
     "float64": ("F64",),
-    "float8": tuple(code for code in DTYPES if code.startswith("F8")),
+    **{code.lower().replace("f8_", "float8_"): (code,) for code in DTYPES if code.startswith("F8")},
     "sub_byte": (SUB_BYTE,),
-    "non_floating": tuple(code for code in DTYPES if code not in FLOATING),
+    "integers": tuple(code for code in DTYPES if code[0] in "IU"),
+    "bool": ("BOOL",),
+    "complex": ("C64",),
 }
 
 
@@ -138,14 +142,31 @@ class Domain(tuple[str, ...]):
     """NaNs among the values."""
     i64: bool
     """I64 positions where I32 would do."""
+    signed_zero: bool
+    scalars: bool
+    empty: bool
+    """Tensors without elements."""
+    mixed: bool
+    """Several dtypes in one state."""
 
-    def __new__(cls, codes: Iterable[str], *, nan: bool = True, i64: bool = True) -> Domain:
+    def __new__(
+        cls,
+        codes: Iterable[str],
+        *,
+        nan: bool = True,
+        i64: bool = True,
+        signed_zero: bool = True,
+        scalars: bool = True,
+        empty: bool = True,
+        mixed: bool = True,
+    ) -> Domain:
         made = super().__new__(cls, codes)
-        made.nan, made.i64 = nan, i64
+        made.nan, made.i64, made.signed_zero = nan, i64, signed_zero
+        made.scalars, made.empty, made.mixed = scalars, empty, mixed
         return made
 
     def __repr__(self) -> str:
-        return f"Domain({len(self)} dtypes, nan={self.nan}, i64={self.i64})"
+        return f"Domain({len(self)} dtypes, {vars(self)})"
 
 
 ALL = Domain(DTYPES)
@@ -159,8 +180,15 @@ def codes_for(capabilities: Iterable[str]) -> Domain:
     """What an engine with these capabilities must take."""
     offered = set(capabilities)
     more = {code for capability, codes in _CODES_OF.items() if capability in offered for code in codes}
-    codes = (code for code in DTYPES if code in LEAST or code in more)
-    return Domain(codes, nan="nan_values" in offered, i64="i64_positions" in offered)
+    return Domain(
+        (code for code in DTYPES if code == "BF16" or code in more),
+        nan="nan_values" in offered,
+        i64="i64_positions" in offered,
+        signed_zero="signed_zero" in offered,
+        scalars="scalars" in offered,
+        empty="empty_tensors" in offered,
+        mixed="mixed_dtypes" in offered,
+    )
 
 
 def capabilities_of(state: State) -> set[str]:
@@ -205,9 +233,11 @@ def names() -> st.SearchStrategy[str]:
 
 
 @st.composite
-def shapes(draw: Draw) -> tuple[int, ...]:
+def shapes(draw: Draw, codes: Sequence[str] = ALL) -> tuple[int, ...]:
     """One shape: a scalar, empty, or 1-D to 3-D with different sizes on every axis; at most about 500 elements."""
-    kind = draw(st.sampled_from(["scalar", "empty", 1, 1, 2, 2, 2, 3]))
+    domain = codes if isinstance(codes, Domain) else ALL
+    rare = [*(["scalar"] if domain.scalars else []), *(["empty"] if domain.empty else [])]
+    kind = draw(st.sampled_from([*rare, 1, 1, 2, 2, 2, 3]))
     if kind == "scalar":
         return ()
     if kind == "empty":
@@ -230,6 +260,27 @@ def is_nan(code: str, patterns: Bits) -> NDArray[np.bool_]:
         return np.zeros(len(patterns), dtype=np.bool_)
     values = from_bits(patterns, code, (len(patterns),))
     found: NDArray[np.bool_] = values.to(torch.complex128 if code == "C64" else torch.float64).isnan().numpy()
+    return found
+
+
+def is_negative_zero(code: str, patterns: Bits) -> NDArray[np.bool_]:
+    """Which bit patterns are a zero with its sign set; of complex numbers either half, of F4 pairs either value."""
+    if code == "C64":
+        raw = np.ascontiguousarray(patterns).view(np.uint32).reshape(-1, 2)
+        return np.asarray((raw == 0x8000_0000).any(axis=1))
+    if code == SUB_BYTE:
+        return np.asarray(((patterns & 0x0F) == 0x08) | ((patterns & 0xF0) == 0x80))
+    if code not in FLOATING or code.endswith(("FNUZ", "E8M0")):
+        return np.zeros(len(patterns), dtype=np.bool_)
+    return np.asarray(patterns == 1 << (8 * width(code) - 1))
+
+
+def _plain(codes: Sequence[str], code: str, patterns: Bits, old: Bits | None = None) -> Bits:
+    """The patterns without what is not in the domain; where there are ``old`` ones, still others than these."""
+    found = patterns if _nan(codes) else _without_nan(code, patterns, old)
+    if isinstance(codes, Domain) and not codes.signed_zero:
+        number = np.where(old == 1, 2, 1) if old is not None else 1
+        found = np.where(is_negative_zero(code, found), number, found).astype(unsigned(code))
     return found
 
 
@@ -284,12 +335,14 @@ def states(draw: Draw, codes: Sequence[str] = ALL, *, min_tensors: int = 0) -> d
     chosen = draw(st.lists(names(), min_size=count, max_size=count, unique=True))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     order = draw(st.permutations(list(codes)))
+    if isinstance(codes, Domain) and not codes.mixed:
+        order = order[:1]
     state: dict[str, Tensor] = {}
     for name in chosen:
-        code, shape = order[len(state) % len(order)], draw(shapes())
+        code, shape = order[len(state) % len(order)], draw(shapes(codes))
         kind = draw(st.sampled_from(["random", "mixed", "special", "zeros"]))
         patterns = _contents(code, int(np.prod(shape)), kind, rng)
-        state[name] = from_bits(patterns if _nan(codes) else _without_nan(code, patterns), code, shape)
+        state[name] = from_bits(_plain(codes, code, patterns), code, shape)
     return state
 
 
@@ -313,7 +366,7 @@ def changes_of(
         count = min(len(new), int(np.ceil(round(share * len(new), 6))))
         at = rng.choice(len(new), count, replace=False) if count else np.zeros(0, dtype=np.int64)
         changed = _changed(code, new[at], kind, rng)
-        new[at] = changed if _nan(codes) else _without_nan(code, changed, new[at])
+        new[at] = _plain(codes, code, changed, new[at])
         target[name] = from_bits(new, code, tensor.shape)
     return target
 

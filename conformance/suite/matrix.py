@@ -71,6 +71,8 @@ class Cell:
     skipped: int = 0
     unjudged: int = 0
     """Failures of the infrastructure."""
+    held: int = 0
+    """Not judged, because they need what failed alone."""
 
     @property
     def word(self) -> str:
@@ -78,6 +80,8 @@ class Cell:
             return "FAIL"
         if self.unjudged:
             return "infra"
+        if self.held:
+            return "n/j"
         if self.passed:
             return "pass*" if self.skipped else "pass"
         return "skip" if self.skipped else "-"
@@ -122,6 +126,8 @@ class Matrix:
             cell.unjudged += 1
         elif report.failed:
             cell.failed += 1
+        elif getattr(report, "conformance", {}).get("withdrawn"):
+            cell.held += 1
         elif report.skipped:
             cell.skipped += 1
             self.skips[said["check"], said["row"], skip_reason(report)] += 1

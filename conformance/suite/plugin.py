@@ -37,6 +37,7 @@ from .run import PACKAGE, Exit, Run, files_of
 RUN: pytest.StashKey[Run] = pytest.StashKey()
 CANNOT_START: pytest.StashKey[bool] = pytest.StashKey()
 """Set where the fault is not one of usage: the engine's module or process does not start."""
+FIRST = "test_codec_features.py"
 PROFILES = ("ci", "nightly", "quick", "program", "smoke")
 """Profiles of Hypothesis that the suite registers; any other that a conftest registers is taken, too."""
 
@@ -163,7 +164,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     beside = {item for item in mine if wanted and not wanted.issuperset(run.results[item.nodeid].levels)}
     beside |= _other_rows(run, mine)
     config.hook.pytest_deselected(items=[*other, *beside])
-    items[:] = [item for item in items if item not in other | beside]
+    kept = [item for item in items if item not in other | beside]
+    # What fails alone is spared the tests behind it.
+    items[:] = sorted(kept, key=lambda item: item.path.name != FIRST)
     result = yield  # other plugins select by name, mark and so on
     for item in items:
         if run.is_ours(item.path):

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
+import traceback
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..findings import findings_of, is_infrastructure
+from ..findings import Finding, findings_of, is_infrastructure
 
 PASSED, FAILED, SKIPPED, XFAILED, NOT_RUN = "passed", "failed", "skipped", "xfailed", "not run"
+NOT_JUDGED = "not judged"
+"""It needs something that failed alone (`driving.features`)."""
 _BLOB = re.compile(r"@reproduce_failure\(.*\)")
 _OFFER = re.compile(r"^.*\badding @reproduce_failure\(.*\n?", re.MULTILINE)
 """Hypothesis's line that offers the decorator: the test functions lie in the installed suite, not with the reader."""
-OUTCOMES = (PASSED, FAILED, SKIPPED, XFAILED, NOT_RUN)
+_SUITE = Path(__file__).parents[1]
+OUTCOMES = (PASSED, FAILED, SKIPPED, XFAILED, NOT_RUN, NOT_JUDGED)
 
 
 @dataclass(slots=True)
@@ -33,6 +38,10 @@ class Result:
     """Why it failed or was skipped, in one line; of an expected failure, its issue."""
     capability: str | None = None
     """What the engine does not declare, where it was skipped for that."""
+    withdrawn: str | None = None
+    """The feature without which it was not judged."""
+    site: str = ""
+    """Where an exception came from that is no verdict: a crash of the engine."""
     infrastructure: bool = False
     """Whether the failure says nothing of the engine."""
     findings: list[dict[str, Any]] = field(default_factory=list)
@@ -57,14 +66,57 @@ def details(item: pytest.Item, call: pytest.CallInfo[None]) -> dict[str, Any]:
     error = call.excinfo.value if call.excinfo else None
     failed = error is not None and not isinstance(error, pytest.skip.Exception)
     return {
-        "findings": [finding.fields() for finding in findings_of(error)] if failed else [],
+        "findings": [finding.fields() for finding in findings_of(error) or _stated(error)] if failed else [],
         "infrastructure": is_infrastructure(error),
         "example": _without_offer("\n".join(_notes(error))) if failed else "",
         "blob": next(iter(_BLOB.findall("\n".join(_notes(error)))), "") if failed else "",
         "reason": _one_line(error) if failed else "",
         "capability": getattr(error, "capability", None),
+        "withdrawn": getattr(error, "withdrawn", None),
+        "site": crash.site if failed and (crash := crashed(error)) else "",
         "statistics": getattr(item, "hypothesis_statistics", "") if call.when == "call" else "",
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """An exception that no check raised."""
+
+    kind: str
+    site: str
+    """The innermost line that is the engine's: file, line and function."""
+
+
+def crashed(error: BaseException | None) -> Crash | None:
+    """The crash that an error is; None for one that a check raised."""
+    error = _first(error)
+    if error is None or isinstance(error, AssertionError):
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not _is_ours(frame.filename)] or list(frames)
+    last = theirs[-1] if theirs else None
+    return Crash(type(error).__name__, f"{Path(last.filename).name}:{last.lineno} in {last.name}" if last else "")
+
+
+def _is_ours(filename: str) -> bool:
+    path = Path(filename)
+    return path.is_relative_to(_SUITE) or any(part in path.parts for part in ("_pytest", "pluggy", "hypothesis"))
+
+
+def _first(error: BaseException | None) -> BaseException | None:
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    return error
+
+
+def _stated(error: BaseException | None) -> tuple[Finding, ...]:
+    """A finding for whatever carries none: a crash with its place, or what an assertion says."""
+    if error is None or is_infrastructure(error):
+        return ()
+    crash = crashed(error)
+    if crash is None:
+        return (Finding("assertion", found=_one_line(error)),)
+    return (Finding("crash", expected="the call to be done, or refused", found=_one_line(error), context=crash.site),)
 
 
 def _notes(error: BaseException | None) -> list[str]:
@@ -89,6 +141,7 @@ def update(result: Result, report: pytest.TestReport) -> None:
     result.seconds += report.duration
     extra: dict[str, Any] = getattr(report, "conformance", {})
     result.statistics = extra.get("statistics") or result.statistics
+    result.site = extra.get("site") or result.site
     if report.failed:
         result.outcome, result.text = FAILED, result.text or _without_offer(report.longreprtext)
         result.reason = result.reason or extra.get("reason") or "passed, and is expected to fail"
@@ -98,7 +151,8 @@ def update(result: Result, report: pytest.TestReport) -> None:
         result.blob = result.blob or extra.get("blob", "")
     elif report.skipped and result.outcome != FAILED:
         expected = hasattr(report, "wasxfail")
-        result.outcome = XFAILED if expected else SKIPPED
+        result.withdrawn = extra.get("withdrawn")
+        result.outcome = XFAILED if expected else NOT_JUDGED if result.withdrawn else SKIPPED
         result.reason, result.capability = skip_reason(report), extra.get("capability")
         if expected:
             result.findings += extra.get("findings", [])

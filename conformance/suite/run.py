@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 
 from ..driving import levels, sentences
+from ..driving.features import FEATURES
 from ..driving.levels import Verdict
 from ..driving.options import Options
 from ..driving.ranges import IN_PROCESS, Record
@@ -16,7 +17,7 @@ from ..engines import capabilities
 from ..engines.capabilities import CODEC, LIVE, PROGRAM
 from ..engines.codecs import FullCodec
 from ..engines.program import Program
-from . import matrix, results
+from . import causes, matrix, results
 from .results import FAILED, NOT_RUN, PASSED, SKIPPED, Result
 
 PACKAGE = __name__.partition(".")[0]
@@ -89,8 +90,21 @@ class Run:
         outcomes: dict[str, list[str]] = {}
         for result in self.results.values():
             for level in result.levels:
-                outcomes.setdefault(level, []).append(levels.NOT_JUDGED if result.unjudged else result.outcome)
-        return levels.judge(outcomes, live=self.options.live, capabilities=self.offered)
+                outcomes.setdefault(level, []).append(levels.INFRASTRUCTURE if result.unjudged else result.outcome)
+        found = levels.judge(outcomes, live=self.options.live, capabilities=self.offered)
+        return [self._with_causes(verdict) for verdict in found]
+
+    def _with_causes(self, verdict: Verdict) -> Verdict:
+        """A failed level with the number of causes that its failures have."""
+        mine = [result for result in self.results.values() if verdict.level.id in result.levels]
+        count = len(causes.of(mine))
+        if verdict.word != levels.FAILED or not count:
+            return verdict
+        return replace(verdict, why=f"{count} cause{'s' if count > 1 else ''}: {verdict.why}")
+
+    def causes(self) -> list[causes.Cause]:
+        """What the failures have in common, the largest first."""
+        return causes.of(self.results.values())
 
     def outcomes(self) -> list[tuple[str, str]]:
         """Every test with what it came to; a failure that says nothing of the engine is no verdict."""
@@ -115,6 +129,7 @@ class Run:
         chapters = {path.name for home in self.homes for path in home.glob("test_codec_*.py")}
         whole = chapters <= files_of(result.id for result in self.results.values())
         whole &= all(result.outcome in (PASSED, SKIPPED) for result in self.results.values())
+        whole &= self.offered.issuperset(FEATURES[1:])  # else some sizes were spared the engine
         if self.codec is None or not whole or not self.record.seen:  # a worker process keeps a record of its own
             return []
         offered = self.offered | ({IN_PROCESS} if self.kind == CODEC else set())
@@ -143,6 +158,8 @@ class Run:
     def report(self, width: int) -> list[str]:
         """The section that ends the run."""
         lines = [*matrix.header(self.name), "", *self.matrix.table(width), *self.matrix.skip_lines()]
+        found = self.causes()
+        lines += [f"cause {number} of {len(found)}: {cause.line()}" for number, cause in enumerate(found, 1)]
         lines += [f"level {verdict.line()}" for verdict in self.verdicts()]
         lines += [*self.record.lines(), *self.undriven()]
         lines.append(sentences.line(sentences.read(self.outcomes())))
@@ -169,5 +186,5 @@ def files_of(names: Iterable[str]) -> set[str]:
 
 def by_outcome(found: Mapping[str, Result]) -> list[Result]:
     """Failures first, then expected ones, what did not run, skips, passes; in the order of collection."""
-    order = (results.FAILED, results.XFAILED, results.NOT_RUN, results.SKIPPED, results.PASSED)
+    order = (*(results.FAILED, results.XFAILED, results.NOT_JUDGED), results.NOT_RUN, results.SKIPPED, results.PASSED)
     return sorted(found.values(), key=lambda result: order.index(result.outcome))
