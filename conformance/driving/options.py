@@ -28,7 +28,7 @@ GATE_ROWS = (
     "qwen3-untied http tp=1",
     "qwen3-tied lora tp=1",
 )
-"""What `--row gate` stands for: every architecture, tied and untied, experts, one rank and two, sizes, HTTP, an adapter."""
+"""What `--row gate` stands for: every architecture, tied and untied, experts, one rank and two, large, HTTP, LoRA."""
 UPDATE_INFO = '{"target_weights_path": "{path}"}'
 
 
