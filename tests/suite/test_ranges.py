@@ -20,6 +20,7 @@ from conformance.driving.ranges import (
     IN_PROCESS,
     POSITIONS,
     RANGES,
+    THREADS,
     WORDS,
     Record,
     Recorder,
@@ -100,8 +101,11 @@ def test_a_size_that_no_test_drives_fails_the_run() -> None:
 
 
 def test_what_an_engine_cannot_is_not_missed() -> None:
-    lacking = {row.needs for row, _ in Record().missing(["digests"])}
-    assert lacking == {"", "digests"}
+    """Its capabilities, and for a program the suite's number of threads."""
+    for offered, quantities in (({"digests"}, set()), ({"digests", IN_PROCESS}, {THREADS}), ({IN_PROCESS}, {THREADS})):
+        lacking = [row for row, _ in Record().missing(offered)]
+        assert {row.needs for row in lacking} == {"", *(offered - {IN_PROCESS})}
+        assert {row.quantity for row in lacking} & {THREADS} == quantities
 
 
 def test_the_lines_of_a_run() -> None:
