@@ -46,8 +46,12 @@ LEAST: Mapping[str, Mapping[str, int]] = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     params = [
-        pytest.param((model, tp), marks=pytest.mark.row(f"{model} tp={tp}"), id=f"{model}-tp{tp}")
-        for model, tp in SETUPS
+        pytest.param(
+            (model, tp),
+            marks=[pytest.mark.row(f"{model} tp={tp}"), *([pytest.mark.needs("float32")] if setup.arguments else [])],
+            id=f"{model}-tp{tp}",
+        )
+        for (model, tp), setup in SETUPS.items()
     ]
     metafunc.parametrize("row", params, indirect=True, scope="module")
 

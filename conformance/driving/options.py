@@ -24,10 +24,11 @@ GATE_ROWS = (
     "qwen3-moe tp=2",
     "gemma4-text tp=1",
     "gemma4-moe tp=2",
+    "qwen3-wide tp=2",
     "qwen3-untied http tp=1",
     "qwen3-tied lora tp=1",
 )
-"""What `--row gate` stands for: every architecture, tied and untied, experts, one rank and two, HTTP, an adapter."""
+"""What `--row gate` stands for: every architecture, tied and untied, experts, one rank and two, large, HTTP, LoRA."""
 UPDATE_INFO = '{"target_weights_path": "{path}"}'
 
 

@@ -8,7 +8,7 @@ seen; what lies beyond is not judged. A test holds the plan to the record: a siz
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,11 @@ class Range:
     quantity: str
     sizes: tuple[int, ...]
     needs: str = ""
-    """The capability without which it is not driven, or `IN_PROCESS`."""
+    """The capability without which it is not driven."""
+
+    def is_driven(self, has: Collection[str]) -> bool:
+        """Whether an engine with these capabilities, and perhaps `IN_PROCESS`, meets it."""
+        return (not self.needs or self.needs in has) and (self.quantity != THREADS or IN_PROCESS in has)
 
 
 _UP_TO = (*sizes.BOUNDARIES, sizes.FLOAT32)
@@ -74,8 +78,8 @@ RANGES: tuple[Range, ...] = (
     *(Range(verb, IN_ALL, (72_000,)) for verb in (ENCODE, APPLY)),
     *(Range(verb, TENSORS, sizes.TENSORS) for verb in (ENCODE, APPLY)),
     *(Range(verb, AXES, sizes.DIMENSIONS) for verb in (ENCODE, APPLY)),
-    Range(ENCODE, THREADS, sizes.THREADS, IN_PROCESS),
-    Range(APPLY, THREADS, sizes.THREADS, IN_PROCESS),
+    Range(ENCODE, THREADS, sizes.THREADS),
+    Range(APPLY, THREADS, sizes.THREADS),
     Range(ENCODE, ELEMENTS, (sizes.I32, sizes.I32 + 2**16), "large"),
     Range(APPLY, ELEMENTS, (sizes.I32 + 2**16,), "large"),
     *(Range(verb, POSITIONS, _BEYOND, "large") for verb in (ENCODE, APPLY)),
@@ -89,7 +93,7 @@ RANGES: tuple[Range, ...] = (
     Range(DIGEST, ELEMENTS, (*sizes.ELEMENTS, sizes.FLOAT32 + sizes.PAGE), "digests"),
     Range(DIGEST, AXES, sizes.DIMENSIONS, "digests"),
     Range(DIGEST, TENSORS, (300,), "digests"),
-    Range(DIGEST, THREADS, sizes.THREADS, IN_PROCESS),
+    Range(DIGEST, THREADS, sizes.THREADS, "digests"),
     Range(FOLLOW, ELEMENTS, (*sizes.ELEMENTS, sizes.FLOAT32 + sizes.PAGE), "lineage"),
     Range(FOLLOW, CHANGES, _FEW_CHANGES, "lineage"),
     Range(FOLLOW, TENSORS, (300,), "lineage"),
@@ -125,7 +129,7 @@ class Record:
     def missing(self, offered: Iterable[str]) -> list[tuple[Range, list[int]]]:
         """What of the plan was not reached, of what the engine's capabilities (and `IN_PROCESS`) allow."""
         has = set(offered)
-        rows = [row for row in RANGES if not row.needs or row.needs in has]
+        rows = [row for row in RANGES if row.is_driven(has)]
         lacking = [(row, sorted({*row.sizes} - self.seen.get((row.verb, row.quantity), set()))) for row in rows]
         return [(row, lack) for row, lack in lacking if lack]
 

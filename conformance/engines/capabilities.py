@@ -116,6 +116,7 @@ ALL = (
     _offer("tied", "models whose lm_head is tied to the embedding: one change, or the same to both names", LIVE),
     _offer("experts", "models with mixture-of-experts layers", LIVE),
     _offer("buffers", "checkpoint tensors that become buffers of the model (Gemma's layer scalars)", LIVE),
+    _offer("float32", "engines whose weights are F32", LIVE),
     _offer("compiled", "engines whose model vLLM compiles, not eager ones alone", LIVE),
     _offer("lora", "engines with LoRA on, an adapter beside the weights", LIVE),
     _offer("per_rank", "update_info as a list, one for each rank", LIVE),

@@ -45,13 +45,12 @@ THREADS = (1, 2, 5)
 
 
 def power(number: int) -> str:
-    """A size for people: around a power of two from 2^8 on by its distance, else in digits."""
-    near = 1 << max(0, (number - number // 4).bit_length())
-    below = near if abs(number - near) <= PAGE else near >> 1
-    rest = number - below
-    if below < 2**8 or abs(rest) > PAGE or (below <= 4 * PAGE and abs(rest) > 1):
+    """A size for people: near a power of two from 2^8 on by its distance, else in digits."""
+    exponent = max(8, round(np.log2(max(number, 1))))
+    rest = number - 2**exponent
+    near = 2**16 if exponent >= 24 else PAGE if exponent >= 16 else 1
+    if abs(rest) > near:
         return f"{number:,}"
-    exponent = below.bit_length() - 1
     return f"2^{exponent}" if not rest else f"2^{exponent} {'+' if rest > 0 else '-'} {abs(rest):,}"
 
 

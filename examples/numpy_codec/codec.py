@@ -270,7 +270,9 @@ class Codec:
 
     name = "numpy"
     version = "1.0"
-    capabilities = frozenset({"float64", "float8", "non_floating", "nan_values", "i64_positions", "canonical"})
+    capabilities = frozenset(
+        {"float64", "float8", "non_floating", "nan_values", "i64_positions", "canonical", "autograd", "keeps_existing"}
+    )
 
     def encode(self, base: Mapping[str, Any], target: Mapping[str, Any], out: Path) -> None:
         """Write the delta from `base` to `target` into the directory `out`."""

@@ -20,6 +20,7 @@ from conformance.driving.ranges import (
     IN_PROCESS,
     POSITIONS,
     RANGES,
+    THREADS,
     WORDS,
     Record,
     Recorder,
@@ -60,7 +61,7 @@ def test_the_chapters_on_sizes_drive_the_whole_plan(record: Record) -> None:
     lacking = [(row.verb, row.quantity, lack) for row, lack in record.missing(ALL)]
     assert not lacking, f"planned in RANGES, and driven by no test: {lacking}"
     lines = {line.partition(":")[0]: line for line in record.lines()}
-    assert "2,147,549,184 elements in a tensor" in lines["range apply"]
+    assert "2^31 + 65,536 elements in a tensor" in lines["range apply"]
     assert "2^20 + 1 changes in a tensor" in lines["range encode"]
     assert "2^24 elements in a region" in lines["range route"]
     assert "2^8 + 1 deltas in one" in lines["range compose"]
@@ -77,8 +78,16 @@ def planned() -> Record:
 def _run(record: Record, outcome: str = PASSED) -> Run:
     codec = cast(FullCodec, Reference())
     run = Run(cast(Options, SimpleNamespace(live=False)), codec, Reference.capabilities, record=record)
-    run.results = {"t": Result("t", "bit_exact", outcome=outcome)}
+    chapters = [path.name for path in CONFORMANCE.glob("test_codec_*.py")]
+    run.results = {name: Result(f"{name}::test", "bit_exact", outcome=outcome) for name in chapters}
     return run
+
+
+def test_a_run_of_some_chapters_is_not_held_to_the_plan() -> None:
+    run = _run(Record({(APPLY, ELEMENTS): {3}}))
+    assert run.undriven()
+    del run.results["test_codec_sizes.py"]
+    assert not run.undriven()
 
 
 def test_a_size_that_no_test_drives_fails_the_run() -> None:
@@ -100,8 +109,11 @@ def test_a_size_that_no_test_drives_fails_the_run() -> None:
 
 
 def test_what_an_engine_cannot_is_not_missed() -> None:
-    lacking = {row.needs for row, _ in Record().missing(["digests"])}
-    assert lacking == {"", "digests"}
+    """Its capabilities, and for a program the suite's number of threads."""
+    for offered, quantities in (({"digests"}, set()), ({"digests", IN_PROCESS}, {THREADS}), ({IN_PROCESS}, {THREADS})):
+        lacking = [row for row, _ in Record().missing(offered)]
+        assert {row.needs for row in lacking} == {"", *(offered - {IN_PROCESS})}
+        assert {row.quantity for row in lacking} & {THREADS} == quantities
 
 
 def test_the_lines_of_a_run() -> None:
@@ -137,7 +149,13 @@ def test_what_is_refused_was_not_judged(engine: type[Reference], tmp_path: Path)
     ("number", "text"),
     [
         *((0, "0"), (12, "12"), (255, "2^8 - 1"), (256, "2^8"), (300, "300"), (4096, "2^12"), (12_288, "12,288")),
-        *((2**16 + 4096, "2^16 + 4,096"), (70_000, "70,000"), (2**24 - 1, "2^24 - 1"), (2**31 + 1, "2^31 + 1")),
+        *(
+            (2**16 + 4096, "2^16 + 4,096"),
+            (70_000, "70,000"),
+            (2**24 - 1, "2^24 - 1"),
+            (2**31 + 2**16, "2^31 + 65,536"),
+            (2**20 + 2**16, "1,114,112"),
+        ),
     ],
 )
 def test_sizes_in_words(number: int, text: str) -> None:
