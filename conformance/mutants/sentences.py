@@ -255,8 +255,8 @@ Made by `{COMMAND}`; not edited by hand.
 [SPEC.md](SPEC.md) has {len(table)} sentences that require, advise or permit something. {len(linked)} of them have a
 link here: a test that fails for an engine which breaks the sentence, and passes for the same engine without the fault.
 {len(suite)} are judged by tests of the suite, so a report of a run says of each whether the engine keeps it. The
-other {len(linked) - len(suite)} are about trainers, writers and receivers, and show in no call of a codec: refdelta's own
-tests (`tests/...`) hold refdelta to them. The rest stands at the end, with the reason.
+other {len(linked) - len(suite)} are about trainers, writers and receivers, and show in no call of a codec:
+refdelta's own tests (`tests/...`) hold refdelta to them. The rest stands at the end, with the reason.
 
 A name like `invalid/keys/key_extra` is a golden vector (`conformance/vectors/`), judged by the test before it. Of many
 tests that fail, at most {LINKS} of each broken engine are listed: those that fail for the fewest other sentences."""
