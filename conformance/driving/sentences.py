@@ -38,7 +38,8 @@ def table() -> tuple[Sentence, ...]:
 def read(outcomes: Iterable[tuple[str, str]]) -> list[dict[str, object]]:
     """Each sentence with its verdict, for a report; ``outcomes`` are ids of tests with "passed", "failed" or else.
 
-    A sentence is judged where one of its tests passed or failed, and fails with any of them.
+    A sentence is judged where one of its tests passed or failed, and fails with any of them, an expected
+    failure included.
     """
     words = dict[str, list[tuple[str, str]]]()
     for test, word in outcomes:
@@ -50,7 +51,7 @@ def read(outcomes: Iterable[tuple[str, str]]) -> list[dict[str, object]]:
 
 
 def _read(sentence: Sentence, found: list[tuple[str, str]]) -> dict[str, object]:
-    failed = [test for test, word in found if word == FAILED]
+    failed = [test for test, word in found if word in (FAILED, "xfailed")]
     passed = sum(word == PASSED for _, word in found)
     word = FAILED if failed else PASSED if passed else NOT_JUDGED
     why = "" if word != NOT_JUDGED else sentence.not_judged or "none of its tests judged this engine in this run"

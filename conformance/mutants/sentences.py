@@ -37,6 +37,8 @@ DOCUMENT = ROOT / "docs" / "SENTENCES.md"
 COMMAND = "python -m conformance.mutants.sentences --write"
 LINKS = 4
 """Of a mutant, at most."""
+ELSEWHERE = ("declines", "deterministic", "corrupted")
+"""Chapters that are there for something else than one sentence of the format."""
 EXAMPLES = 30
 """Of a property."""
 RIGHT = ("conformance.mutants.right:Plain", "conformance.mutants.ruled:Ruled", "conformance.engines.codecs:Reference")
@@ -99,10 +101,13 @@ class Found:
     """Every test that failed: ``chapter::test[parameters]``, or a test of refdelta's by its node."""
 
     def chosen(self, often: Mapping[str, int]) -> list[str]:
-        """The links: those that fail for the fewest sentences, vectors first."""
-        return sorted(
-            self.kills, key=lambda test: (often[test], "[valid/" not in test and "[invalid/" not in test, test)
-        )[:LINKS]
+        """The links: those that fail for the fewest sentences, vectors first; of some chapters in need alone."""
+
+        def order(test: str) -> tuple[bool, int, bool, str]:
+            of_a_vector = "[valid/" in test or "[invalid/" in test
+            return test.partition("::")[0] in ELSEWHERE, often[test], not of_a_vector, test
+
+        return sorted(self.kills, key=order)[:LINKS]
 
 
 def able(tests: Iterable[codec_run.Test]) -> list[codec_run.Test]:
@@ -250,7 +255,7 @@ Made by `{COMMAND}`; not edited by hand.
 [SPEC.md](SPEC.md) has {len(table)} sentences that require, advise or permit something. {len(linked)} of them have a
 link here: a test that fails for an engine which breaks the sentence, and passes for the same engine without the fault.
 {len(suite)} are judged by tests of the suite, so a report of a run says of each whether the engine keeps it. The
-other {len(linked) - len(suite)} bind trainers and writers of refdelta's kind in what no codec's call shows;
+other {len(linked) - len(suite)} are about trainers, writers and receivers, and show in no call of a codec:
 refdelta's own tests (`tests/...`) hold refdelta to them. The rest stands at the end, with the reason.
 
 A name like `invalid/keys/key_extra` is a golden vector (`conformance/vectors/`), judged by the test before it. Of many
