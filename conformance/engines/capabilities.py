@@ -33,7 +33,7 @@ def _offer(name: str, promise: str, *kinds: str, method: str | None = None) -> C
 
 
 BASIC = ("float16", "float32", "signed_zero", "scalars", "empty_tensors", "mixed_dtypes")
-"""What every engine offers that does not take it back: ``-scalars`` among its capabilities does."""
+"""What a codec or a program offers unless it takes it back: ``-scalars`` among its capabilities does."""
 SETS: Mapping[str, tuple[str, ...]] = {
     "float8": ("float8_e4m3", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0"),
     "non_floating": ("integers", "bool", "complex"),
@@ -44,7 +44,7 @@ ALL = (
     # What may be in a state or in a delta. BF16 without NaN is the least that an engine takes; `BASIC` goes without
     # saying.
     _offer("float16", "F16 tensors", CODEC, PROGRAM),
-    _offer("float32", "F32 tensors", CODEC, PROGRAM),
+    _offer("float32", "F32 tensors; of a live engine, all of its weights", *KINDS),
     _offer("signed_zero", "zeros with a sign: -0.0 has other bits than 0.0", CODEC, PROGRAM),
     _offer("scalars", "tensors of shape [], with one element", CODEC, PROGRAM),
     _offer("empty_tensors", "tensors without elements", CODEC, PROGRAM),
@@ -116,7 +116,6 @@ ALL = (
     _offer("tied", "models whose lm_head is tied to the embedding: one change, or the same to both names", LIVE),
     _offer("experts", "models with mixture-of-experts layers", LIVE),
     _offer("buffers", "checkpoint tensors that become buffers of the model (Gemma's layer scalars)", LIVE),
-    _offer("float32", "engines whose weights are F32", LIVE),
     _offer("compiled", "engines whose model vLLM compiles, not eager ones alone", LIVE),
     _offer("lora", "engines with LoRA on, an adapter beside the weights", LIVE),
     _offer("per_rank", "update_info as a list, one for each rank", LIVE),
@@ -149,12 +148,14 @@ def checked(declared: Iterable[str], kind: str, label: str) -> frozenset[str]:
     misplaced = sorted((names | taken_back) - known.keys())
     if misplaced:
         raise UnknownCapability(f"{label} declares {misplaced}, which a {kind} engine cannot offer.")
-    return effective(names, taken_back, known)
+    return effective(names, taken_back, known, () if kind == LIVE else BASIC)
 
 
-def effective(names: Iterable[str], taken_back: Iterable[str], known: Iterable[str]) -> frozenset[str]:
-    """The names, `BASIC` and what sets stand for, of those that are ``known``, but for what is taken back."""
+def effective(
+    names: Iterable[str], taken_back: Iterable[str], known: Iterable[str], basic: Iterable[str] = BASIC
+) -> frozenset[str]:
+    """The names, ``basic`` ones and what sets stand for, of those that are ``known``, but for what is taken back."""
     members = {member for name in names for member in SETS.get(name, ())}
     gone = {*taken_back, *(member for name in taken_back for member in SETS.get(name, ()))}
-    found = ({*names, *members, *BASIC} & set(known)) - gone - SETS.keys()
+    found = ({*names, *members, *basic} & set(known)) - gone - SETS.keys()
     return frozenset(found | {name for name, of in SETS.items() if found.issuperset(of)})
