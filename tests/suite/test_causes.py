@@ -47,10 +47,8 @@ FAULTS: Mapping[str, tuple[tuple[str, str], str, list[tuple[str, str]]]] = {
         ("fails alone", "signed_zero"),
         "a change of the sign of zero is never sent",
         [
-            (
-                DIFFER,
-                DIFFER.replace("old.bits != new.bits", "(old.bits != new.bits) & (((old.bits | new.bits) << 1) != 0)"),
-            )
+            (DIFFER, DIFFER.replace("old.bits != new.bits", "(old.bits != new.bits) & ~same_number(old, new)")),
+            ("def differences(", NUMBER),
         ],
     ),
     "casts": (
