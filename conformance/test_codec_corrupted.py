@@ -16,7 +16,7 @@ from .inputs import strategies
 from .inputs.corruptions import change_of
 from .oracle import CODES, State, assert_bit_equal, clone, expected_state
 
-pytestmark = pytest.mark.check("refuses")
+pytestmark = [pytest.mark.check("refuses"), pytest.mark.level("strict")]
 
 
 def _meaning(delta: Path, base: State) -> State | str:

@@ -52,7 +52,7 @@ def _each(cases: list[tuple[str, str, Callable[[], Pair]]]) -> pytest.MarkDecora
 
 
 @_each(CASES)
-@pytest.mark.level("reader")
+@pytest.mark.level("safe")
 def test_apply(engine: FullCodec, scratch: Scratch, capability: str, make: Callable[[], Pair]) -> None:
     base, target = make()
     spare(engine, base, target)

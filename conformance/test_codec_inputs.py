@@ -253,7 +253,7 @@ def _circle(path: Path) -> None:
 
 
 @pytest.mark.check("refuses")
-@pytest.mark.level("reader")
+@pytest.mark.level("safe")
 @pytest.mark.parametrize("spoil", [_dangling, _directory, _circle], ids=["dangling", "directory", "circle"])
 @pytest.mark.parametrize("name", [DELTA_FILE, METADATA_FILE])
 def test_no_file(engine: FullCodec, scratch: Scratch, name: str, spoil: Callable[[Path], None]) -> None:

@@ -23,7 +23,13 @@ def test_without_a_fault_it_is_taken(engine: FullCodec, scratch: Scratch) -> Non
         assert_bit_equal(expected_state(state, patches), applied(engine, delta, state))
 
 
-@pytest.mark.parametrize("name", list(FAULTS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.level("strict" if fault.harmless else "safe"))
+        for name, fault in FAULTS.items()
+    ],
+)
 def test_malformed(engine: FullCodec, scratch: Scratch, name: str) -> None:
     """Refused, nothing changed, and a good delta is taken afterwards."""
     fault, (state, patches) = FAULTS[name], example_for(engine.capabilities)

@@ -40,12 +40,27 @@ def _valid(vector: Vector) -> bool:
     return "reason" not in vector.expected
 
 
+_KEYS = ("changed_", "total_", "density_", "base_model_", "kind_", "created_at_", "timestamp_", "requires_")
+"""How names of vectors begin whose fault is in a key that no weight depends on."""
+
+
+def _level_of(vector: Vector) -> list[pytest.MarkDecorator]:
+    """Level `strict` for a refusal whose fault is in metadata alone that no weight depends on."""
+    _, feature, name = ("", *vector.name.split("/"))[-3:]
+    of_keys = feature in ("counts", "metadata", "extensions") and name.startswith(_KEYS)
+    return [pytest.mark.level("strict")] if vector.name.startswith("invalid/") and of_keys else []
+
+
 def _each(which: Callable[[Vector], bool], *needs: str) -> pytest.MarkDecorator:
     """Parametrise over the vectors for which `which` holds, each marked with the capabilities that it needs."""
     chosen = [vector for vector in VECTORS if which(vector)]
     TAKEN.update(vector.name for vector in chosen)
     params = [
-        pytest.param(vector, id=vector.name, marks=[pytest.mark.needs(need) for need in {*needs, *vector.needs}])
+        pytest.param(
+            vector,
+            id=vector.name,
+            marks=[*(pytest.mark.needs(need) for need in {*needs, *vector.needs}), *_level_of(vector)],
+        )
         for vector in chosen
     ]
     return pytest.mark.parametrize("vector", params)

@@ -83,7 +83,10 @@ def test_server(options: Options, offered: frozenset[str], truths: Truths, tmp_p
         checkpoint.directory, backend.name, environment(plugins=backend.plugins), home / "server.log"
     ) as server:
         server.wait_until_ready()
-        assert server.post("/init_weight_transfer_engine", {"init_info": {}}).status_code == httpx.codes.OK
+        assert (
+            server.post("/init_weight_transfer_engine", {"init_info": dict(backend.init_info)}).status_code
+            == httpx.codes.OK
+        )
         assert server.tokens(asked) == tokens[0]
 
         answer = _update(server, backend, delta(base, new, "first"), "v1")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .driving.options import Options
+from .driving.options import Options, asked_for, options_of
 from .inputs import checkpoints
 from .inputs.checkpoints import State
 from .live import changes, judge
@@ -42,6 +42,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             id=f"{r[1]}-{r[0]}-tp{r[2]}",
         )
         for r in ROWS
+        if r[2] in asked_for((1, 2), options_of(metafunc.config))
     ]
     metafunc.parametrize("row", marked, indirect=True, scope="module")
 

@@ -12,7 +12,7 @@ import pytest
 
 from . import oracle
 from .driving import ranges
-from .driving.options import Options
+from .driving.options import Options, asked_for, options_of
 from .findings import InfrastructureFailed
 from .inputs import wide
 from .inputs.checkpoints import State
@@ -52,6 +52,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             id=f"{model}-tp{tp}",
         )
         for (model, tp), setup in SETUPS.items()
+        if tp in asked_for((1, 2), options_of(metafunc.config))
     ]
     metafunc.parametrize("row", params, indirect=True, scope="module")
 

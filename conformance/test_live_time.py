@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from . import oracle
-from .driving.options import Options
+from .driving.options import Options, asked_for, options_of
 from .findings import require
 from .inputs import checkpoints
 from .inputs.checkpoints import State
@@ -40,7 +40,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     sizes = (1, 2) if metafunc.function.__name__ in BOTH_SIZES else (1,)
-    rows = [(MODELS[tp], tp) for tp in sizes]
+    rows = [(MODELS[tp], tp) for tp in asked_for(sizes, options_of(metafunc.config))]
     params = [pytest.param(r, marks=pytest.mark.row(f"{r[0]} tp={r[1]}"), id=f"{r[0]}-tp{r[1]}") for r in rows]
     metafunc.parametrize("row", params, indirect=True, scope="module")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from . import oracle
-from .driving.options import Options
+from .driving.options import Options, asked_for, options_of
 from .findings import require
 from .inputs import checkpoints
 from .live.backends import backend_of
@@ -30,7 +30,8 @@ MODEL = "qwen3-untied"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    params = [pytest.param(tp, marks=pytest.mark.row(f"{MODEL} tp={tp}"), id=f"{MODEL}-tp{tp}") for tp in (1, 2)]
+    sizes = asked_for((1, 2), options_of(metafunc.config))
+    params = [pytest.param(tp, marks=pytest.mark.row(f"{MODEL} tp={tp}"), id=f"{MODEL}-tp{tp}") for tp in sizes]
     metafunc.parametrize("row", params, indirect=True, scope="module")
 
 

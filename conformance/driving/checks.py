@@ -78,11 +78,11 @@ CODEC_CHECKS = _table(
             never_alone=f"{_HISTORIES} states the promise alone, for given vectors, and for another writer's delta",
         ),
         Check("routes", "routing a patch and writing equals writing and laying out, on every rank", ("router",)),
-        Check("refuses", "a malformed or misplaced delta is refused; the state stays bit for bit", ("reader",)),
+        Check("refuses", "a malformed or misplaced delta is refused; the state stays bit for bit", ("safe",)),
         Check(
             "declines",
             "what is not offered is refused with nothing changed, or done right; never wrong in silence",
-            ("reader", "writer"),
+            ("safe", "writer"),
         ),
     ]
 )

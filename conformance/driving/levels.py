@@ -31,6 +31,8 @@ class Level:
     """Whether it is of live engines; otherwise of codecs."""
     on: tuple[str, ...] = ()
     """Levels that must be passed, too."""
+    own: bool = True
+    """Whether it has tests of its own, beside those of the levels below."""
     needs: frozenset[str] = frozenset()
     """Capabilities without which it is declined."""
     unseen: Mapping[str, str] = field(default_factory=dict)
@@ -39,7 +41,11 @@ class Level:
 
 LEVELS = (
     Level("applier", "applies every well-formed delta bit for bit, once or again"),
-    Level("reader", "refuses every malformed or misplaced delta with nothing changed", on=("applier",)),
+    Level("safe", "takes nothing that would harm weights, and changes nothing in a refusal", on=("applier",)),
+    Level("strict", "refuses deltas whose metadata contradicts them, or is not as SPEC.md says", on=("applier",)),
+    Level(
+        "reader", "refuses every malformed or misplaced delta with nothing changed", on=("safe", "strict"), own=False
+    ),
     Level("writer", "writes exactly what changed, counted, small, and the same every time"),
     Level("codec", "applies what it writes, over any history", on=("reader", "writer")),
     Level("canonical", "writes the bytes that the format prescribes", on=("writer",), needs=frozenset({"canonical"})),
@@ -130,7 +136,7 @@ def _judge(level: Level, outcomes: Sequence[str], offered: set[str], known: Mapp
         return Verdict(level, NOT_JUDGED, f"of {unjudged} tests: the infrastructure failed", passed)
     if unjudged := outcomes.count(NOT_JUDGED):
         return Verdict(level, NOT_JUDGED, f"{unjudged} tests need what failed elsewhere", passed)
-    if bad["not run"] or not passed:
+    if level.own and (bad["not run"] or not passed):
         missing_tests = f"{bad['not run']} of {len(outcomes)} tests did not run" if outcomes else "no tests"
         return Verdict(level, NOT_RUN, missing_tests, passed)
     if below:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class Options:
     """Somebody else's weight-transfer backend; live engines only."""
     plugin: str | None = None
     """The module, or `MODULE:FUNCTION`, that registers it in every process of the engine."""
+    init_info: Mapping[str, Any] = field(default_factory=dict)
+    """Its `init_info`, with which the weight transfer is opened."""
     update_info: str = UPDATE_INFO
     """Its `update_info` as JSON, `{path}` standing for the delta's directory."""
     capabilities: frozenset[str] | None = None
@@ -69,6 +71,12 @@ class Options:
     def live(self) -> bool:
         """Whether a live engine is driven; otherwise a codec."""
         return self.engine == LIVE_ENGINE
+
+
+def asked_for(sizes: Iterable[int], options: Options) -> list[int]:
+    """Of tensor-parallel ``sizes`` those that this run asks for; where it asks for none, all, to be skipped."""
+    known = list(sizes)
+    return [size for size in known if size in options.tp] or known
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +104,7 @@ OPTIONS = (
     Option("--checkpoint", "PATH_OR_HF_ID", "vllm: use this checkpoint, as it is; a hub id from the local cache"),
     Option("--backend", "NAME", "vllm: somebody else's weight-transfer backend, with --plugin"),
     Option("--plugin", "MODULE", "vllm: the module (or MODULE:FUNCTION) that registers the backend"),
+    Option("--init-info", "JSON", "vllm: the backend's init_info, with which the transfer is opened (default {})"),
     Option("--update-info", "TEMPLATE", f"vllm: JSON, {PLACE} being the delta (default {UPDATE_INFO})"),
     Option("--mutant", "NAME", "test-only: break the live engine in this way"),
 )
@@ -132,6 +141,7 @@ def _checked(config: pytest.Config) -> Options:
         given["mutant"],
         given["backend"],
         given["plugin"],
+        _object(given["init-info"]),
         _template(given["update-info"] or UPDATE_INFO),
         _capabilities(config.getoption("--capabilities"), engine),
         _seconds(given["exec-timeout"]),
@@ -143,7 +153,7 @@ def _checked(config: pytest.Config) -> Options:
     )
 
 
-_LIVE_ONLY = ("checkpoint", "tp", "mutant", "backend", "plugin", "update-info", "row")
+_LIVE_ONLY = ("checkpoint", "tp", "mutant", "backend", "plugin", "init-info", "update-info", "row")
 
 
 def _check_places(given: Mapping[str, Any], engine: str) -> None:
@@ -153,7 +163,8 @@ def _check_places(given: Mapping[str, Any], engine: str) -> None:
         raise pytest.UsageError(f"--{misplaced[0]} needs --engine {LIVE_ENGINE}, and the engine is {engine!r}.")
     if given["exec-timeout"] is not None and not engine.startswith("exec:"):
         raise pytest.UsageError(f"--exec-timeout needs --engine exec:COMMAND, and the engine is {engine!r}.")
-    for one, other in (("backend", "plugin"), ("plugin", "backend"), ("update-info", "backend")):
+    together = (("backend", "plugin"), ("plugin", "backend"), ("init-info", "backend"), ("update-info", "backend"))
+    for one, other in together:
         if given[one] is not None and given[other] is None:
             raise pytest.UsageError(f"--{one} needs --{other}.")
     if given["mutant"] is not None and given["backend"] is not None:
@@ -183,6 +194,16 @@ def _rows(given: Iterable[str] | None) -> frozenset[str] | None:
     if given is None:
         return None
     return frozenset(row for name in given for row in (GATE_ROWS if name == GATE else (name,)))
+
+
+def _object(text: str | None) -> Mapping[str, Any]:
+    try:
+        parsed = json.loads(text or "{}")
+    except ValueError as error:
+        raise pytest.UsageError(f"--init-info is no JSON ({error}): {text!r}.") from error
+    if not isinstance(parsed, dict):
+        raise pytest.UsageError(f"--init-info takes a JSON object, and got {text!r}.")
+    return parsed
 
 
 def _template(text: str) -> str:

@@ -49,6 +49,11 @@ class Fault:
     """Why it has no golden vector, where it has none; the suite makes it when it runs."""
 
     @property
+    def harmless(self) -> bool:
+        """Whether a reader that overlooks it writes what the sender meant: metadata that no weight depends on."""
+        return self.feature == "counts" or self.name in _HARMLESS
+
+    @property
     def reasons(self) -> frozenset[str]:
         """Every reason code that a refusal may carry."""
         return self.also | {self.reason}
@@ -66,6 +71,13 @@ class Fault:
         return directory
 
 
+_HARMLESS = frozenset(
+    {
+        *("changed_elements_absent", "total_elements_absent", "density_pct_absent", "density_nan"),
+        *("changed_a_text", "total_a_text", "density_a_text", "requires_a_text", "requires_unknown"),
+    }
+)
+"""Beside those of the counts."""
 FAULTS: dict[str, Fault] = {}
 """Every fault by name."""
 

@@ -90,7 +90,8 @@ def backend_of(options: Options, offered: frozenset[str]) -> Backend:
         plugins = ",".join(plugins_of(options.plugin))
         modules = (options.plugin,)
         hook = _hook(options.plugin) if "fail_at" in offered else ""
-        return Backend(options.backend, plugins, modules, False, options.update_info, offered, hook)
+        how = (options.init_info, options.update_info)
+        return Backend(options.backend, plugins, modules, False, *how, offered, hook)
     if options.mutant is None:
         return Backend(capabilities=offered)
     probe.load(options.mutant)

@@ -9,7 +9,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ class Backend:
     """What every process of its engines loads (`probe.load`) before the backend is created."""
     ours: bool = True
     """refdelta's own: it encodes its deltas, and keeps CPU weights unpacked by itself."""
+    init_info: Mapping[str, Any] = field(default_factory=dict)
+    """Its `init_info`."""
     update_info: str = UPDATE_INFO
     """Its `update_info` as JSON, ``{path}`` standing for the delta's directory."""
     capabilities: frozenset[str] = frozenset(capabilities.of_kind(capabilities.LIVE))
@@ -165,7 +167,7 @@ class Row:
         env = environment(plugins=self.backend.plugins, modules=self.backend.modules, unpack=not self.backend.ours)
         self._host = Host(env | self.setup.variables(self._scratch), self._scratch / "engine.log")
         self._host.start(self.checkpoint, self.tp, self.backend.name, **self.setup.arguments)
-        self._host.call("init_transfer")
+        self._host.call("init_transfer", init_info=dict(self.backend.init_info))
 
     # --- states, truths, deltas ---
 

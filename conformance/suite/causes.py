@@ -97,6 +97,10 @@ def _key(result: Result) -> tuple[str, str]:
         return "another reason", f"{finding.get('expected')}, found {finding.get('found')}"
     if what == "bits":
         return "wrong bits", _bits(finding)
+    if what == "delta":
+        return "a delta that is none", str(finding.get("found")).partition(":")[0]
+    if what == "engine":
+        return "an engine that fails", str(finding.get("found")).partition(":")[0]
     if what == "assertion":
         return "an assertion", result.id.partition("[")[0]
     return f"wrong {what}", ""

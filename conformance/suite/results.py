@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ..findings import Finding, findings_of, is_infrastructure
+from ..findings import EngineFailed, Finding, findings_of, is_infrastructure
+from ..oracle import OracleError
 
 PASSED, FAILED, SKIPPED, XFAILED, NOT_RUN = "passed", "failed", "skipped", "xfailed", "not run"
 NOT_JUDGED = "not judged"
@@ -18,6 +19,8 @@ NOT_JUDGED = "not judged"
 _BLOB = re.compile(r"@reproduce_failure\(.*\)")
 _OFFER = re.compile(r"^.*\badding @reproduce_failure\(.*\n?", re.MULTILINE)
 """Hypothesis's line that offers the decorator: the test functions lie in the installed suite, not with the reader."""
+_ORACLE = "restated.py"
+"""The suite's own reader of deltas."""
 _SUITE = Path(__file__).parents[1]
 OUTCOMES = (PASSED, FAILED, SKIPPED, XFAILED, NOT_RUN, NOT_JUDGED)
 
@@ -113,7 +116,11 @@ def _stated(error: BaseException | None) -> tuple[Finding, ...]:
     """A finding for whatever carries none: a crash with its place, or what an assertion says."""
     if error is None or is_infrastructure(error):
         return ()
-    crash = crashed(error)
+    crash, first = crashed(error), _first(error)
+    if isinstance(first, EngineFailed):
+        return (Finding("engine", expected="done or refused", found=_one_line(error)),)
+    if isinstance(first, OracleError) or (isinstance(first, OSError) and crash and crash.site.startswith(_ORACLE)):
+        return (Finding("delta", expected="what the format prescribes", found=_one_line(error)),)
     if crash is None:
         return (Finding("assertion", found=_one_line(error)),)
     return (Finding("crash", expected="the call to be done, or refused", found=_one_line(error), context=crash.site),)

@@ -25,7 +25,7 @@ def needed() -> set[str]:
         *(CONFORMANCE / "live").glob("*.py"),
         CONFORMANCE / "inputs" / "strategies.py",
     ]
-    words = {
+    words = {*_CODES_OF} | {
         node.value for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)
     }
     return {word for word in words if isinstance(word, str) and word in capabilities.BY_ID}
@@ -39,6 +39,19 @@ def test_every_capability_is_documented_and_needed() -> None:
         assert capability.kinds <= set(KINDS)
         assert capability.kinds, capability.id
     assert set(ids) - needed() <= {"lineage"}
+
+
+def test_what_goes_without_saying_and_what_is_taken_back() -> None:
+    """Old declarations mean what they meant; sets and their members are one thing."""
+    least = capabilities.checked((), CODEC, "It")
+    assert least == set(capabilities.BASIC)
+    assert capabilities.checked({"-scalars", "-float16"}, CODEC, "It") == least - {"scalars", "float16"}
+    assert capabilities.checked({"float8"}, CODEC, "It") == least | {"float8", *capabilities.SETS["float8"]}
+    assert capabilities.checked({*capabilities.SETS["non_floating"]}, CODEC, "It") >= {"non_floating"}
+    assert capabilities.checked({"non_floating", "-bool"}, CODEC, "It") == least | {"integers", "complex"}
+    assert capabilities.checked({"rollback"}, LIVE, "It") == {"rollback"}
+    with pytest.raises(UnknownCapability, match="'flies'"):
+        capabilities.checked({"-flies"}, CODEC, "It")
 
 
 def test_former_names_still_work() -> None:
@@ -78,8 +91,10 @@ def test_dtypes_of_capabilities() -> None:
 
 
 def test_every_check_belongs_to_a_level() -> None:
+    """But for those that tests name themselves, and the one that is two others together."""
     named = {name for check in CHECKS.values() for name in check.levels}
-    assert named | {"applier"} == levels.BY_ID.keys()
+    assert named | {"applier", "strict", "reader"} == levels.BY_ID.keys()
+    assert [level.id for level in levels.LEVELS if not level.own] == ["reader"]
     for checks, live in ((CODEC_CHECKS, False), (LIVE_CHECKS, True)):
         assert all(check.levels for check in checks.values())
         assert {levels.BY_ID[name].live for check in checks.values() for name in check.levels} == {live}
@@ -114,7 +129,7 @@ def test_all_levels_pass() -> None:
 def test_a_failure_fails_its_level_and_those_above() -> None:
     found = words({"applier": ["passed", "failed"]}, set(capabilities.of_kind(CODEC)))
     assert found == {
-        "applier": FAILED, "reader": FAILED, "codec": FAILED, "versioned": FAILED,
+        "applier": FAILED, "safe": FAILED, "strict": FAILED, "reader": FAILED, "codec": FAILED, "versioned": FAILED,
         "writer": PASSED, "canonical": PASSED, "router": PASSED,
     }  # fmt: skip
 
@@ -143,6 +158,6 @@ def test_what_is_not_declared_is_declined() -> None:
 
 
 def test_selection_takes_what_a_level_stands_on() -> None:
-    assert levels.closure(["codec"]) == {"codec", "reader", "applier", "writer"}
+    assert levels.closure(["codec"]) == {"codec", "reader", "safe", "strict", "applier", "writer"}
     assert levels.closure([]) == set()
     assert Path(levels.__file__).parents[1] == CONFORMANCE

@@ -14,7 +14,7 @@ COLLECT = ("--engine", "vllm", "--collect-only", "-q", "-p", "no:cacheprovider",
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
-    cases = (("--row", "gate"), ("--row", "gemma4-moe tp=2"), ("--row", "gemma4-moe tp=3"), ())
+    cases = (("--row", "gate"), ("--row", "gemma4-moe tp=2"), ("--row", "gemma4-moe tp=3"), (), ("--tp", "1"))
     return run_all([[*COLLECT, *case] for case in cases], tmp_path_factory.mktemp("rows"))
 
 
@@ -40,3 +40,9 @@ def test_the_gate_takes_all_checks_of_its_rows(outcomes: list[Outcome]) -> None:
     assert whole
     assert not whole - gate
     assert len(set(GATE_ROWS)) == len(GATE_ROWS)
+
+
+def test_one_rank_alone_has_no_column_of_two(outcomes: list[Outcome]) -> None:
+    names = collected(outcomes[4])
+    assert names
+    assert not [name for name in names if "tp2" in name]
