@@ -18,7 +18,7 @@ from .driving.features import Guarded
 from .driving.options import Options
 from .driving.ranges import Recorder
 from .engines import codecs as engines
-from .inputs.strategies import Domain, codes_for
+from .inputs.strategies import Domain, domain_of
 from .suite import plugin
 
 
@@ -55,7 +55,7 @@ def engine(pytestconfig: pytest.Config) -> engines.FullCodec:
 @pytest.fixture(scope="module")  # between modules the engine may lose features
 def codes(engine: engines.FullCodec) -> Domain:
     """What the codec under test must take."""
-    return codes_for(engine.capabilities)
+    return domain_of(engine.capabilities)
 
 
 @pytest.fixture(scope="session")

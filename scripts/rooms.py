@@ -69,7 +69,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 SUITE_FLOORS: tuple[tuple[str, ...], ...] = (
     ("findings",),
     ("oracle",),
-    ("engines", "inputs"),
+    ("engines",),
+    ("inputs",),
     ("driving", "golden"),
     ("live",),
     ("suite", "demo"),

@@ -20,7 +20,7 @@ lists every strategy with all of its labels, and the suite's own tests see that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -32,6 +32,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..engines import capabilities
 from ..oracle import (
     CODES,
     DTYPES,
@@ -176,9 +177,13 @@ def _nan(codes: Sequence[str]) -> bool:
     return not isinstance(codes, Domain) or codes.nan
 
 
-def codes_for(capabilities: Iterable[str]) -> Domain:
-    """What an engine with these capabilities must take."""
-    offered = set(capabilities)
+def codes_for(declared: Iterable[str]) -> Domain:
+    """What an engine that declares these capabilities must take; ``-name`` takes a basic one back."""
+    return domain_of(capabilities.checked(declared, capabilities.CODEC, "It"))
+
+
+def domain_of(offered: Collection[str]) -> Domain:
+    """What an engine must take that offers these capabilities, and no others."""
     more = {code for capability, codes in _CODES_OF.items() if capability in offered for code in codes}
     return Domain(
         (code for code in DTYPES if code == "BF16" or code in more),

@@ -79,7 +79,7 @@ class Test:
         with tempfile.TemporaryDirectory() as root:
             values: dict[str, object] = {
                 "engine": engine,
-                "codes": strategies.codes_for(engine.capabilities),
+                "codes": strategies.domain_of(engine.capabilities),
                 "options": replace(self.options, engine=place),
                 "scratch": partial(_scratch, Path(root)),
                 **self.arguments,

@@ -93,4 +93,4 @@ def test_a_failure_names_what_was_changed(tmp_path: Path) -> None:
     assert found.code == 1, found.text
     said = r"Mismatch: payload cut (payload: "
     assert said in found.text
-    assert "): malformed: refusal: expected a refusal, found taken" in found.text
+    assert "): refusal: expected a refusal (malformed), found taken" in found.text

@@ -11,6 +11,7 @@ import torch
 
 from conformance import oracle
 from conformance.driving.codec import refused
+from conformance.engines.capabilities import BASIC, SETS
 from conformance.engines.codecs import BadEngine, CannotStart, Loading, load
 from conformance.engines.program import Program, Refused, storable
 from conformance.findings import EngineFailed, InfrastructureFailed
@@ -136,10 +137,11 @@ def test_what_is_no_program(tmp_path: Path) -> None:
 
 def test_capabilities_are_asked_for(tmp_path: Path) -> None:
     """Printed, none where it refuses, or declared on the command line, when it is not asked."""
-    assert load("exec:sh -c 'echo float8 float64'", Loading()).capabilities == {"float8", "float64"}
-    assert load("exec:sh -c 'exit 3'", Loading()).capabilities == frozenset()
-    declared = load("exec:sh -c 'exit 1'", Loading(declared=frozenset({"reasons"})))
-    assert declared.capabilities == {"reasons"}
+    float8 = {"float8", *SETS["float8"]}
+    assert load("exec:sh -c 'echo float8 float64'", Loading()).capabilities == {*BASIC, *float8, "float64"}
+    assert load("exec:sh -c 'exit 3'", Loading()).capabilities == {*BASIC}
+    declared = load("exec:sh -c 'exit 1'", Loading(declared=frozenset({"reasons", "-scalars"})))
+    assert declared.capabilities == {*BASIC, "reasons"} - {"scalars"}
 
 
 def test_what_no_file_holds() -> None:

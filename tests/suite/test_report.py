@@ -177,9 +177,9 @@ def test_page_says_what_the_document_does(made: Path) -> None:
     for level in whole["levels"]:
         assert level["promise"] in found.said
     assert whole["proves"] in found.said
-    assert found.said.index("Failures") < found.said.index("Matrix")
+    assert found.said.index("Causes") < found.said.index("Failures") < found.said.index("Matrix")
     assert "reproduce_failure" not in found.said, "its decorator is for functions that a reader can edit"
-    assert len(found.links) == whole["counts"]["failed"]
+    assert len(found.links) == whole["counts"]["failed"] + len(whole["causes"])
     assert {unquote(link.removeprefix("#")) for link in found.links} <= found.ids
     assert "Failures" not in Page((made / "passing.html").read_text()).said
 

@@ -70,7 +70,7 @@ def test_what_is_made_of_the_links() -> None:
 @pytest.mark.timeout(600)
 def test_first_links_find_their_mutants() -> None:
     done = command([sys.executable, "-m", "conformance.mutants.sentences", "--check"], cwd=REPOSITORY)
-    assert done.text.splitlines()[-1:] == ["wrong: none"], done.text[-3000:]
+    assert "wrong: none" in done.text.splitlines(), done.text[-3000:]  # vLLM says something behind it
     assert done.code == 0
 
 

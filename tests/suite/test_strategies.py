@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conformance import oracle
+from conformance.driving.features import PLAIN, of_state
+from conformance.engines.capabilities import BASIC
 from conformance.engines.codecs import CAPABILITIES
 from conformance.inputs import labels, memory, strategies
 from conformance.inputs.strategies import LABELLED
@@ -59,7 +61,8 @@ def test_every_strategy_is_labelled() -> None:
         for name, value in vars(strategies).items()
         if callable(value) and getattr(value, "__module__", None) == strategies.__name__ and not name.startswith("_")
     }
-    helpers = {"names", "shapes", "changes_of", "codes_for", "capabilities_of", "is_nan", "Domain"}
+    helpers = {"names", "shapes", "changes_of", "codes_for", "domain_of", "capabilities_of", "is_nan", "Domain"}
+    helpers |= {"is_negative_zero"}
     assert public - helpers == LABELLED.keys()
 
 
@@ -241,6 +244,12 @@ def test_loose_deltas_are_loose() -> None:
 def test_codes_for_capabilities() -> None:
     least = strategies.codes_for(())
     assert set(least) == {"BF16", "F16", "F32"} == set(strategies.LEAST)
+    assert least.signed_zero
+    assert least.scalars
+    assert least.empty
+    assert least.mixed
+    bf16 = strategies.codes_for({f"-{name}" for name in BASIC})
+    assert (tuple(bf16), bf16.signed_zero, bf16.scalars, bf16.empty, bf16.mixed) == (("BF16",), *[False] * 4)
     assert not least.nan
     assert not least.i64
     assert set(strategies.codes_for({"float64", "float8"})) == oracle.FLOATING - {"F4"}
@@ -263,13 +272,20 @@ def test_what_is_declined_is_not_drawn(name: str) -> None:
     def draw(drawn: object) -> None:
         for state in _states_in(drawn):
             seen["states"] += bool(state)
-            assert strategies.capabilities_of(state) == set()
+            assert strategies.capabilities_of(state) <= {"float16", "float32"}
         if name == "loose_deltas":
             assert drawn[2] == "I32"  # type: ignore[index]  # (base, patches, index code)
-            assert strategies.capabilities_of(oracle.expected_state(drawn[0], drawn[1])) == set()  # type: ignore[index]
+            after = oracle.expected_state(drawn[0], drawn[1])  # type: ignore[index]
+            assert strategies.capabilities_of(after) <= {"float16", "float32"}
 
     draw()
     assert seen["states"] > 50
+
+
+@settings(max_examples=100, derandomize=True, database=None, deadline=None, suppress_health_check=[*HealthCheck])
+@given(strategies.pairs(strategies.codes_for({f"-{name}" for name in BASIC})))
+def test_what_is_taken_back_is_not_drawn(drawn: tuple[State, State]) -> None:
+    assert of_state(drawn[0]) | of_state(drawn[1]) <= {PLAIN}
 
 
 def _states_in(drawn: object) -> list[State]:
