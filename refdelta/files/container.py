@@ -105,7 +105,7 @@ def read_header(file: FileIO) -> Header:
 
 def _check_header_metadata(value: object) -> Mapping[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise DeltaError(Reason.BAD_HEADER, "__metadata__ is not an object of texts")
+        raise DeltaError(Reason.BAD_HEADER, "__metadata__ is not an object of strings")
     return value
 
 

@@ -154,7 +154,7 @@ def _check_requires(value: object) -> frozenset[str]:
     if value is None:
         return frozenset()
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise DeltaError(Reason.BAD_METADATA, f"requires: expected a list of texts, found {shown(value)}")
+        raise DeltaError(Reason.BAD_METADATA, f"requires: expected a list of strings, found {shown(value)}")
     if unknown := sorted(set(value) - EXTENSIONS):
         raise DeltaError(Reason.UNSUPPORTED_EXTENSION, f"requires: {', '.join(unknown)}")
     return frozenset(value)
