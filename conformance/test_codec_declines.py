@@ -76,6 +76,33 @@ def test_encode(engine: FullCodec, scratch: Scratch, capability: str, make: Call
     _judge(engine, capability, error, base if error else target, after)
 
 
+@pytest.mark.level("safe")
+def test_apply_new_tensor(engine: FullCodec, scratch: Scratch) -> None:
+    """A whole tensor that the state lacks: added (`new_tensors`), or refused with nothing changed."""
+    base, target = _beside("BF16", [0, 1, 2], [0, 3, 2])
+    added = oracle.from_bits(np.arange(1, 7), "BF16", (3, 2))
+    new = oracle.delta_patch("n.new", added, list(range(6)), added.reshape(-1))
+    weights = clone(base)
+    with scratch() as tmp:
+        patches = [*expected_patches(base, target), new]
+        delta = oracle.write_delta(tmp / "delta", sorted(patches, key=lambda patch: patch.name), 21)
+        error = refused(lambda: unguarded(engine).apply(delta, weights))
+    _judge(engine, "new_tensors", error, base if error else {**target, "n.new": added}, weights)
+
+
+@pytest.mark.level("writer")
+@pytest.mark.needs("new_tensors")
+def test_encode_new_tensor(engine: FullCodec, scratch: Scratch) -> None:
+    """All of its elements are in the delta, also those whose bits are zero."""
+    base, target = _beside("BF16", [0, 1, 2], [0, 3, 2])
+    added = oracle.from_bits(np.array([0, 1, 2, 0, 4, 5]), "BF16", (3, 2))
+    with scratch() as tmp:
+        engine.encode(clone(base), {**clone(target), "n.new": added}, tmp / "delta")
+        (new,) = (patch for patch in oracle.read_delta(tmp / "delta").patches if patch.name == "n.new")
+    assert_bit_equal(added, oracle.from_bits(new.bits, new.code, new.shape), "the new tensor, whole")
+    assert len(new.indices) == 6
+
+
 def _judge(
     engine: FullCodec, capability: str, error: Exception | None, expected: State, found: dict[str, Tensor] | State
 ) -> None:

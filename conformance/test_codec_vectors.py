@@ -44,6 +44,12 @@ _KEYS = ("changed_", "total_", "density_", "base_model_", "kind_", "created_at_"
 """How names of vectors begin whose fault is in a key that no weight depends on."""
 
 
+def _needs_of(vector: Vector) -> set[str]:
+    """The capabilities without which a vector says nothing of an engine."""
+    of_requires = vector.name.startswith("invalid/extensions/requires_")
+    return vector.needs | ({"extensions"} if of_requires else set())
+
+
 def _level_of(vector: Vector) -> list[pytest.MarkDecorator]:
     """Level `strict` for a refusal whose fault is in metadata alone that no weight depends on."""
     _, feature, name = ("", *vector.name.split("/"))[-3:]
@@ -59,7 +65,7 @@ def _each(which: Callable[[Vector], bool], *needs: str) -> pytest.MarkDecorator:
         pytest.param(
             vector,
             id=vector.name,
-            marks=[*(pytest.mark.needs(need) for need in {*needs, *vector.needs}), *_level_of(vector)],
+            marks=[*(pytest.mark.needs(need) for need in {*needs, *_needs_of(vector)}), *_level_of(vector)],
         )
         for vector in chosen
     ]

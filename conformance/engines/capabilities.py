@@ -32,7 +32,7 @@ def _offer(name: str, promise: str, *kinds: str, method: str | None = None) -> C
     return Capability(name, promise, frozenset(kinds), method)
 
 
-BASIC = ("float16", "float32", "signed_zero", "scalars", "empty_tensors", "mixed_dtypes")
+BASIC = ("float16", "float32", "signed_zero", "scalars", "empty_tensors", "mixed_dtypes", "extensions")
 """What a codec or a program offers unless it takes it back: ``-scalars`` among its capabilities does."""
 SETS: Mapping[str, tuple[str, ...]] = {
     "float8": ("float8_e4m3", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0"),
@@ -64,6 +64,15 @@ ALL = (
     _offer("nan_values", "NaNs, of any sign and payload, as new values", CODEC, PROGRAM, LIVE),
     _offer("i64_positions", "deltas with I64 positions for tensors that I32 would do for", CODEC, PROGRAM),
     _offer("large", "tensors of more than 2^31 elements, with I64 positions", CODEC, PROGRAM),
+    _offer(
+        "extensions", "the key `requires` is read: a delta that requires what is not known is refused", CODEC, PROGRAM
+    ),
+    _offer(
+        "new_tensors",
+        "a target may have tensors that the base lacks: they are sent whole, and apply adds them",
+        CODEC,
+        PROGRAM,
+    ),
     # How tensors may lie in memory.
     _offer("strided", "encode takes views that are not contiguous, in logical row-major order", CODEC),
     _offer(

@@ -75,7 +75,7 @@ class Reference:
     """refdelta's own codec, and its layout map."""
 
     name = "reference"
-    capabilities = frozenset(CAPABILITIES)
+    capabilities = frozenset(CAPABILITIES) - {"new_tensors"}
 
     def encode(self, base: Mapping[str, Tensor], target: Mapping[str, Tensor], out: Path) -> None:
         from refdelta.encode import diff, write_delta

@@ -104,3 +104,13 @@ def positions_through_float32(patch: pytest.MonkeyPatch) -> None:
 def values_through_bf16(patch: pytest.MonkeyPatch) -> None:
     """F32 and F16 values go through BF16."""
     _pieces(patch, lambda _, piece: replace(piece, values=piece.values.to(torch.bfloat16).to(piece.values.dtype)))
+
+
+@caught_by("every_tensor", kind="router", fault=35, row=WIDE)
+def every_block_is_the_first(patch: pytest.MonkeyPatch) -> None:
+    """What changes in a region counts in the digest of its first block."""
+
+    def first(self: BlockDigests, number: int, indices: Tensor) -> Tensor:
+        return torch.full_like(indices, self.first[number])
+
+    patch.setattr(BlockDigests, "block_of", first)

@@ -24,7 +24,7 @@ class Plain:
     """A correct codec: slow, and dense throughout."""
 
     name = "plain"
-    capabilities = frozenset(CAPABILITIES) - {"large", "reasons"}
+    capabilities = frozenset(CAPABILITIES) - {"large", "reasons", "new_tensors"}
 
     def find(self, base: State, target: State) -> Sequence[Patch]:
         """The patches that encode writes."""
