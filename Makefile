@@ -5,7 +5,7 @@
 #   make setup INSTALLER=pip            even where uv can be had
 
 .DEFAULT_GOAL := help
-.PHONY: help gate demo setup test nightly conformance lint clean side-by-side tests-live tests-other tests-reference
+.PHONY: help gate demo setup test nightly conformance lint clean side-by-side tests-live tests-suite tests-other tests-reference
 ifneq ($(MAKECMDGOALS),side-by-side)
 .NOTPARALLEL:
 endif
@@ -34,23 +34,26 @@ QUICK := -m "not nightly"
 
 test: lint  ## everything but the live conformance run and the nightly one
 ifeq ($(strip $(ARGS)),)
-	@echo "tests-other, tests-live and tests-reference run side by side; each prints what it said when it ends"
-	@$(MAKE) --no-print-directory -j3 -k --output-sync=target side-by-side
+	@echo "tests-suite, tests-other, tests-live and tests-reference run side by side; each prints what it said when it ends"
+	@$(MAKE) --no-print-directory -j4 -k --output-sync=target side-by-side
 else
 	$(RUN) pytest tests/ $(QUICK) $(ARGS)
 	$(RUN) pytest conformance/ --engine reference
 endif
 
-# One thread each: three runs with a pool for every core would wait for each other.
+# One thread each: four runs with a pool for every core would wait for each other.
 side-by-side: export OMP_NUM_THREADS = 1
-side-by-side: tests-live tests-other tests-reference
+side-by-side: tests-suite tests-live tests-other tests-reference
 
 # Engines at work wait for each other much of the time; the rest fills the gaps.
 tests-live:
 	$(RUN) pytest tests/live $(QUICK)
 
+tests-suite:
+	$(RUN) pytest tests/suite $(QUICK)
+
 tests-other:
-	$(RUN) pytest tests/ --ignore tests/live $(QUICK)
+	$(RUN) pytest tests/ --ignore tests/live --ignore tests/suite $(QUICK)
 
 tests-reference:
 	$(RUN) pytest conformance/ --engine reference

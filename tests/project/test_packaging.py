@@ -155,11 +155,12 @@ def test_make_test_runs_live_tests_beside_the_others() -> None:
     quick = '-m "not nightly"'
     assert {
         f"pytest tests/live {quick}",
-        f"pytest tests/ --ignore tests/live {quick}",
+        f"pytest tests/suite {quick}",
+        f"pytest tests/ --ignore tests/live --ignore tests/suite {quick}",
         "pytest conformance/ --engine reference",
     } <= {*recipe("test", "PYTHON=python3")}
     (side,) = (line for line in recipe("test", "PYTHON=python3") if "side-by-side" in line and "-j" in line)
-    assert {"-j3", "-k"} <= {*side.split()}
+    assert {"-j4", "-k"} <= {*side.split()}
 
 
 def test_make_nightly_sets_up_then_runs_the_steps() -> None:
